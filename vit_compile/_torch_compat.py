@@ -1,0 +1,171 @@
+"""The one place for torch's private names, and for what differs between torch 2.11 and 2.13.
+
+Each function says which private thing it stands for. Everything else in the package uses public torch only.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import sympy
+import torch
+import torch._inductor
+from torch import fx
+from torch._dynamo.convert_frame import register_bytecode_hook
+from torch._dynamo.decorators import maybe_mark_dynamic
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._sympy.printers import PythonPrinter
+
+__all__ = [
+    "DispatchMode",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "compile_inductor_piece",
+    "compile_plain",
+    "fake_mode_of",
+    "guard_expressions",
+    "is_static_input",
+    "mark_dynamic",
+    "on_bytecode",
+    "sympy_expr",
+    "to_python",
+    "tracing_under",
+    "unbacked_symbols",
+    "value_ranges",
+]
+
+DispatchMode = TorchDispatchMode
+
+
+def is_static_input(placeholder: fx.Node) -> bool:
+    """Is this graph input a parameter or buffer of an inlined module (Dynamo's `_dynamo_static_input_type`)?"""
+    tensor_dict = placeholder.meta.get("tensor_dict") or {}
+    if tensor_dict.get("_dynamo_static_input_type"):
+        return True
+    return isinstance(placeholder.meta.get("example_value"), torch.nn.Parameter)
+
+
+def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
+    """The fake mode of Dynamo's placeholders, which is not the tracing context's own."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op == "placeholder" and isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+@contextmanager
+def tracing_under(mode: FakeTensorMode) -> Iterator[None]:
+    """Make `mode` the ambient tracing context's fake mode, so that compiled pieces share its symbols and guards."""
+    context = TracingContext.try_get()
+    if context is None:
+        with tracing(TracingContext(mode)):
+            yield
+        return
+    before, context.fake_mode = context.fake_mode, mode
+    try:
+        yield
+    finally:
+        context.fake_mode = before
+
+
+def sympy_expr(value: Any) -> sympy.Expr:
+    """The expression behind an int or a SymInt, with the replacements made so far."""
+    if isinstance(value, torch.SymInt):
+        return value.node.expr
+    return sympy.Integer(int(value))
+
+
+def unbacked_symbols(value: Any) -> set[sympy.Symbol]:
+    """Symbols in a value's shape that come from the data (`u0`), not from an input's size."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return set(free_unbacked_symbols(value))
+
+
+def to_python(expr: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> str:
+    """Python source of a size expression (integer arithmetic, torch's FloorDiv and Mod included)."""
+    return str(PythonPrinter().doprint(expr.xreplace({symbol: sympy.Symbol(name) for symbol, name in names.items()})))
+
+
+def guard_expressions(mode: FakeTensorMode) -> list[sympy.Basic]:
+    """The relations between sizes that tracing relied on (`ShapeEnv.guards`)."""
+    env = mode.shape_env
+    return [] if env is None else [guard.expr for guard in env.guards]
+
+
+def value_ranges(mode: FakeTensorMode) -> Mapping[sympy.Symbol, Any]:
+    """The inclusive range (`.lower`, `.upper`) that tracing assumed for each symbol."""
+    env = mode.shape_env
+    return {} if env is None else env.var_to_range
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Ask Dynamo for a symbolic size where the model allows one (`torch._dynamo.maybe_mark_dynamic`)."""
+    maybe_mark_dynamic(tensor, dim)
+
+
+@contextmanager
+def _quiet_artifacts() -> Iterator[None]:
+    """Silence the warning about a piece that gives no cache artefact (a lone convolution): it runs all the same."""
+    log = logging.getLogger("torch._inductor.standalone_compile")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def compile_inductor_piece(gm: fx.GraphModule, args: Sequence[Any], *, static: bool) -> Callable[..., Any]:
+    """Compile one piece with Inductor, once, for all sizes (`torch._inductor.standalone_compile`).
+
+    Args:
+        gm: the piece; its weights are inputs. It is left unchanged.
+        args: fake tensors and SymInts (`static=False`, under `tracing_under`), or real sizes (`static=True`).
+        static: compile for exactly the given sizes.
+
+    A piece for which Inductor makes no cache artefact is compiled without the caches.
+    """
+    shapes = "from_example_inputs" if static else "from_tracing_context"
+    with _quiet_artifacts():
+        try:
+            return torch._inductor.standalone_compile(gm, list(args), dynamic_shapes=shapes)  # type: ignore[arg-type]
+        except Exception as error:  # the caches are an optimisation: retry without them before giving up
+            if not re.search("artifact|cache", str(error), re.IGNORECASE):
+                raise
+            with inductor_config.patch(force_disable_caches=True):
+                return torch._inductor.standalone_compile(gm, list(args), dynamic_shapes=shapes)  # type: ignore[arg-type]
+
+
+def compile_plain(gm: fx.GraphModule, example_inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
+    """Compile with one of Dynamo's own backends ("inductor", "aot_eager", "eager"); differentiable where they are."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    compiled: Callable[..., Any] = lookup_backend(compiler)(gm, list(example_inputs))
+    return compiled
+
+
+def generated_files() -> set[str]:
+    """Paths of the Python modules that Inductor has generated in this process so far."""
+    from torch._inductor.codecache import PyCodeCache
+
+    return {str(module.__file__) for module in PyCodeCache.modules if getattr(module, "__file__", None)}
+
+
+def on_bytecode(hook: Callable[[CodeType, CodeType], None]) -> Callable[[], None]:
+    """Call `hook(old, new)` for every frame that Dynamo rewrites; returns a function that removes the hook."""
+    handle = register_bytecode_hook(lambda old, new: hook(old, new))
+    return handle.remove

@@ -1,0 +1,133 @@
+"""Recording CUDA graphs: one side stream and one memory pool per encoder, `thread_local` error mode.
+
+Only torch's public `CUDAGraph` is used. Recording never leaves a stream in capture mode, whatever fails.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from vit_compile.errors import CaptureError
+
+T = TypeVar("T")
+# `warnings.catch_warnings` is process wide, and cuBLAS / cuDNN initialise lazily: one recording at a time.
+_recording = threading.Lock()
+
+
+class Recorder:
+    """Records graphs for one device into one pool. Creating it does no GPU work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        self.last_replay: torch.cuda.Event | None = None
+
+    @property
+    def pool(self) -> Any:
+        """The memory pool shared by all graphs of this encoder."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    def abandon_pool(self) -> None:
+        """Take a new pool for later recordings; graphs recorded so far keep theirs."""
+        self._pool = None
+
+    @contextmanager
+    def session(self) -> Iterator[torch.cuda.Stream]:
+        """Work on the side stream, ordered after the caller's stream and before what the caller does next."""
+        with torch.cuda.device(self.device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self.device)
+            caller = torch.cuda.current_stream(self.device)
+            self._stream.wait_stream(caller)
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield self._stream
+            finally:
+                caller.wait_stream(self._stream)
+
+    def record(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph | None, T]:
+        """Record `function` inside a `session`; it must have run on this stream before, with the same sizes.
+
+        Returns:
+            The graph (None when no kernel was launched) and the function's result, whose tensors live in the pool.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with _recording, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.synchronize(self.device)
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                result = function()
+            except BaseException:
+                self._abort(graph)
+                raise
+            graph.capture_end()
+        empty = any("graph is empty" in str(w.message).lower() for w in caught)
+        return (None if empty else graph), result
+
+    def _abort(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a broken recording so that the stream can be used again."""
+        try:
+            graph.capture_end()
+        except Exception:  # noqa: S110 - a broken recording reports its cause a second time here
+            pass
+        self.abandon_pool()
+
+    def before_replay(self) -> None:
+        """Order the caller's stream after the previous replay, whose buffers the next one reuses."""
+        if self.last_replay is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.last_replay)
+
+    def after_replay(self) -> None:
+        """Mark the point after which buffers may be reused."""
+        if self.last_replay is None:
+            self.last_replay = torch.cuda.Event()
+        self.last_replay.record(torch.cuda.current_stream(self.device))
+
+
+class _Unowned:
+    """Describes device memory to `torch.as_tensor` without keeping its owner alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        bytes_ = tensor.untyped_storage().nbytes()
+        self.__cuda_array_interface__ = {
+            "shape": (bytes_,),
+            "typestr": "|u1",
+            "data": (tensor.untyped_storage().data_ptr(), False),
+            "version": 2,
+        }
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory that does not keep it allocated.
+
+    Pool memory that one graph no longer needs can then serve the next, in the order in which they replay. Valid while
+    the graph whose memory it is exists, and until another graph of the pool replays.
+    """
+    if not tensor.is_cuda or tensor.untyped_storage().nbytes() == 0:
+        return tensor
+    raw = torch.as_tensor(_Unowned(tensor), device=tensor.device)
+    size = tensor.element_size()
+    usable = raw[: raw.numel() // size * size].view(tensor.dtype)
+    return torch.as_strided(usable, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Bytes that torch's allocator holds on the device."""
+    return torch.cuda.memory_reserved(device)
+
+
+def check_recorded(graph: torch.cuda.CUDAGraph | None, what: str) -> torch.cuda.CUDAGraph:
+    """An empty graph replays nothing and returns stale numbers: an error."""
+    if graph is None:
+        raise CaptureError(f"the graph of {what} is empty: nothing was launched on the capturing stream or device.")
+    return graph

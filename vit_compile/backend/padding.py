@@ -1,0 +1,203 @@
+"""The one place that allocates static inputs, fills them and pads them, by role.
+
+Padding by role: rows are zero; an index continues as identity; boundaries repeat their last offset (empty segments);
+per-segment rows are one (several columns) or zero (a length). After a larger call, only the tail that it left dirty is
+reset. Nothing here reads the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vit_compile.backend.program import Program
+from vit_compile.backend.roles import InputRole, Role, RoleTable
+from vit_compile.backend.sizes import Env
+from vit_compile.stats import Skip
+
+MIN_SEGMENTS = 4
+
+
+def segment_capacity(segments: int) -> int:
+    """Boundary capacity for a number of segments: the next power of two, at least `MIN_SEGMENTS`.
+
+    A loose capacity costs time in the attention kernel, and one capacity per count would need a graph each.
+    """
+    return max(MIN_SEGMENTS, 1 << max(0, segments - 1).bit_length())
+
+
+def padded_env(program: Program, roles: RoleTable, env: Env, rows: int, *, pad_segments: bool) -> Env | Skip:
+    """The environment of a capture for `rows` rows that can serve a call with environment `env`.
+
+    Symbols that only bound segments are set to 0, since a capture's bound covers every layout.
+    """
+    target = list(env)
+    for symbol in roles.bound_symbols:
+        target[symbol] = 0
+    if roles.row_symbol >= 0:
+        real = env[roles.row_symbol]
+        target[roles.row_symbol] = rows
+        for symbol, (numerator, denominator) in roles.scaled.items():
+            if env[symbol] * denominator != real * numerator:
+                return Skip("row-scale-changed", f"{program.table.names[symbol]} = {env[symbol]} with {real} rows")
+            if rows * numerator % denominator:
+                return Skip("guard-forbids-size", f"{rows} rows are not a multiple of {denominator}")
+            target[symbol] = rows * numerator // denominator
+    if pad_segments:
+        for symbol, (base, difference) in roles.segment_symbols.items():
+            if env[symbol] != env[base] + difference:
+                return Skip("row-scale-changed", f"{program.table.names[symbol]} = {env[symbol]} for {env[base] - 1} segments")
+            target[symbol] = segment_capacity(env[base] - 1) + 1 + difference
+    return tuple(target)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """A static input. Entries of dimension `role.dim` from `dirty` on hold padding; before it, data of some call."""
+
+    role: InputRole
+    tensor: torch.Tensor
+    identity: torch.Tensor | None
+    dirty: int = 0
+
+
+class StaticInputs:
+    """Buffers for the real inputs of a graph at one capture size; owned by the capture."""
+
+    def __init__(self, program: Program, roles: RoleTable, env: Env) -> None:
+        self.program, self.roles, self.env = program, roles, env
+        with torch.inference_mode(False), torch.no_grad():
+            self.buffers = [self._allocate(role) for role in roles.inputs]
+
+    def _allocate(self, role: InputRole) -> _Buffer:
+        shape = role.spec.sizes(self.env)
+        strides = tuple(stride(self.env) for stride in role.spec.stride)
+        tensor = torch.empty_strided(shape, strides, dtype=role.spec.dtype, device=role.spec.device).fill_(neutral(role))
+        identity = None
+        if role.role is Role.INDEX:
+            identity = torch.arange(shape[role.dim], dtype=role.spec.dtype, device=role.spec.device)
+            tensor.copy_(identity)
+        return _Buffer(role, tensor, identity)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(b.tensor.untyped_storage().nbytes() + (b.identity.nbytes if b.identity is not None else 0) for b in self.buffers)
+
+    def substitute(self, args: Sequence[Any]) -> list[Any]:
+        """The graph's arguments with the real inputs replaced by the buffers."""
+        substituted = list(args)
+        for buffer in self.buffers:
+            substituted[buffer.role.arg] = buffer.tensor
+        return substituted
+
+    def fill(self, args: Sequence[Any]) -> None:
+        """Copy a call's inputs to the front of the buffers and restore the padding behind them."""
+        for buffer in self.buffers:
+            _fill(buffer, args[buffer.role.arg])
+
+    def poison(self, kind: str, generator: torch.Generator) -> None:
+        """Put garbage into the padding of the last `fill`: "small", "large" (finite) or "nan".
+
+        Integers get values that occur among the real ones, so that they stay legal indices. Boundaries, indices and
+        per-segment rows keep their neutral padding, which is part of their meaning.
+        """
+        for buffer in self.buffers:
+            if buffer.role.role is Role.ROWS:
+                length = buffer.tensor.shape[buffer.role.dim]
+                if 0 < buffer.dirty < length:
+                    tail = buffer.tensor.narrow(buffer.role.dim, buffer.dirty, length - buffer.dirty)
+                    tail.copy_(_garbage(tail, buffer, kind, generator))
+
+    def clean(self) -> None:
+        """Restore all padding after `poison`."""
+        for buffer in self.buffers:
+            real, buffer.dirty = buffer.dirty, -1
+            _reset_tail(buffer, real)
+
+
+def neutral(role: InputRole) -> int:
+    """The value that pads an input."""
+    many_columns = role.role is Role.PER_SEGMENT and len(role.spec.shape) > 1
+    return 1 if many_columns and not role.spec.dtype.is_floating_point else 0
+
+
+def overlaps(program: Program, roles: RoleTable, env: Env) -> InputRole | None:
+    """An input whose strides make elements share memory (an expanded tensor); no buffer can stand in for it."""
+    for role in roles.inputs:
+        shape, strides = role.spec.sizes(env), [stride(env) for stride in role.spec.stride]
+        if any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
+            return role
+    return None
+
+
+def _fill(buffer: _Buffer, value: torch.Tensor) -> None:
+    role, dim = buffer.role.role, buffer.role.dim
+    if dim < 0:
+        buffer.tensor.copy_(value)
+        return
+    real = value.shape[dim]
+    buffer.tensor.narrow(dim, 0, real).copy_(value)
+    if role is Role.BOUNDARIES:
+        if real < buffer.tensor.shape[0]:
+            tail = buffer.tensor[real:]
+            tail.copy_(value[-1:].expand(tail.shape))
+        buffer.dirty = real
+        return
+    _reset_tail(buffer, real)
+
+
+def _reset_tail(buffer: _Buffer, real: int) -> None:
+    """Make entries `real:` padding again; only those that are not."""
+    dim = buffer.role.dim
+    if dim < 0 or buffer.role.role is Role.BOUNDARIES:
+        buffer.dirty = max(real, 0)
+        return
+    end = buffer.tensor.shape[dim] if buffer.dirty < 0 else buffer.dirty
+    if end > real:
+        tail = buffer.tensor.narrow(dim, real, end - real)
+        if buffer.identity is not None:
+            tail.copy_(buffer.identity[real:end])
+        else:
+            tail.fill_(neutral(buffer.role))
+    buffer.dirty = real
+
+
+def _garbage(tail: torch.Tensor, buffer: _Buffer, kind: str, generator: torch.Generator) -> torch.Tensor:
+    if tail.dtype == torch.bool:
+        return torch.randint(0, 2, tail.shape, generator=generator).to(device=tail.device, dtype=torch.bool)
+    if not tail.dtype.is_floating_point and not tail.dtype.is_complex:
+        real = buffer.tensor.narrow(buffer.role.dim, 0, buffer.dirty)
+        picks = torch.randint(0, buffer.dirty, (tail.shape[buffer.role.dim],), generator=generator)
+        return real.index_select(buffer.role.dim, picks.to(tail.device))
+    if kind == "nan":
+        return torch.full_like(tail, math.nan)
+    scale = 1.0 if kind == "small" else 1e4
+    noise = torch.randn(tail.shape, generator=generator, dtype=torch.float32) * scale
+    return noise.clamp(-6e4, 6e4).to(device=tail.device, dtype=tail.dtype)
+
+
+def cut(args: Sequence[Any], program: Program, roles: RoleTable, env: Env, rows: int) -> tuple[list[Any], Env] | Skip:
+    """A smaller call made from a real one: its first `rows` rows, for trying out padding.
+
+    Boundaries are clipped (segments only get shorter), an index becomes identity, per-segment rows stay.
+    """
+    smaller = padded_env(program, roles, env, rows, pad_segments=False)
+    if isinstance(smaller, Skip):
+        return smaller
+    # Bounds are data, not sizes: they stay.
+    smaller = tuple(env[i] if i in roles.bound_symbols else value for i, value in enumerate(smaller))
+    result = list(args)
+    for role in roles.inputs:
+        value = args[role.arg]
+        if role.role is Role.BOUNDARIES:
+            result[role.arg] = value.clamp(max=roles.boundary_rows(role.arg, smaller))
+        elif role.role is Role.INDEX:
+            result[role.arg] = torch.arange(role.spec.shape[role.dim](smaller), dtype=value.dtype, device=value.device)
+        elif role.role is Role.ROWS:
+            result[role.arg] = value.narrow(role.dim, 0, role.spec.shape[role.dim](smaller)).clone()
+    return result, smaller

@@ -1,0 +1,55 @@
+"""Graph passes: small rewrites of the traced graph that keep its numbers.
+
+A pass has a name, can be switched off by name (`passes=[...]`), rewrites in place and returns how many sites it
+rewrote. Passes run before the split, in the order of `PASSES`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import fx
+
+from vit_compile.backend.passes.patch_embedding import PatchEmbeddingGemm
+from vit_compile.options import PASS_NAMES
+
+
+class GraphPass(Protocol):
+    """A rewrite. The backend calls it once for every traced graph."""
+
+    name: str
+
+    def __call__(self, gm: fx.GraphModule) -> int:
+        """Rewrite `gm` in place, set `example_value` on every new node, return the number of rewritten sites."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PassReport:
+    """What one pass did."""
+
+    name: str
+    sites: int
+    milliseconds: float
+
+
+PASSES: dict[str, GraphPass] = {"patch_embedding_gemm": PatchEmbeddingGemm()}
+assert tuple(PASSES) == PASS_NAMES, "options.PASS_NAMES lists the passes"
+
+
+def run_pass(gm: fx.GraphModule, name: str) -> PassReport:
+    """Run one pass and leave the graph recompiled and lint clean."""
+    started = time.perf_counter()
+    sites = PASSES[name](gm)
+    if sites:
+        gm.graph.lint()
+        gm.recompile()
+    return PassReport(name, sites, (time.perf_counter() - started) * 1e3)
+
+
+def selected(names: Sequence[str] | None) -> tuple[str, ...]:
+    """Names of the passes to run: all of them for None."""
+    return tuple(PASSES) if names is None else tuple(names)

@@ -1,0 +1,154 @@
+"""Patch-embedding convolution -> matrix product.
+
+A convolution whose kernel equals its stride, without padding, dilation or groups, reads every pixel once: it is the
+product of unfolded patches `[rows, C * prod(kernel)]` with the weight `[E, C * prod(kernel)]`. GEMM libraries are much
+faster at it than implicit convolutions (3-D ones above all). The result is equal up to the order of summation.
+
+Shapes: N images, C channels, K kernel sides, G grid sides (input side // kernel side), E embedding width.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+_CONVOLUTIONS: dict[Any, int] = {
+    torch.conv2d: 2,
+    torch.conv3d: 3,
+    torch.nn.functional.conv2d: 2,
+    torch.nn.functional.conv3d: 3,
+    torch.ops.aten.conv2d.default: 2,
+    torch.ops.aten.conv3d.default: 3,
+}
+_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+
+
+class PatchEmbeddingGemm:
+    """Rewrites every such 2-D or 3-D convolution of a graph."""
+
+    name = "patch_embedding_gemm"
+
+    def __call__(self, gm: fx.GraphModule) -> int:
+        nodes = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in _CONVOLUTIONS]
+        return sum(_rewrite(gm.graph, node, _CONVOLUTIONS[node.target]) for node in nodes)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    return {**_DEFAULTS, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _is_all(value: Any, wanted: int) -> bool:
+    if isinstance(value, int | torch.SymInt):
+        return value == wanted
+    return isinstance(value, list | tuple) and all(v == wanted for v in value)
+
+
+def _sides(value: Any, dims: int) -> tuple[Any, ...]:
+    if isinstance(value, int):
+        return (value,) * dims
+    return tuple(value) * dims if len(value) == 1 else tuple(value)
+
+
+def _applies(arguments: dict[str, Any], dims: int) -> bool:
+    pixels, weight = arguments["input"], arguments["weight"]
+    if not isinstance(pixels, fx.Node) or not isinstance(weight, fx.Node):
+        return False
+    x, w = pixels.meta.get("example_value"), weight.meta.get("example_value")
+    if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor) or x.dim() != dims + 2:
+        return False
+    kernel = tuple(w.shape[2:])
+    static = all(isinstance(side, int) for side in (*w.shape, x.shape[1]))
+    padding = arguments["padding"]
+    return (
+        static
+        and _sides(arguments["stride"], dims) == kernel
+        and (padding == "valid" or (not isinstance(padding, str) and _is_all(padding, 0)))
+        and _is_all(arguments["dilation"], 1)
+        and arguments["groups"] == 1
+        and x.dtype == w.dtype
+    )
+
+
+class _Builder:
+    """Inserts calls in front of a node, with their example values."""
+
+    def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
+        self.graph, self.before = graph, before
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return self._insert(self.graph.call_function(target, args, kwargs), target)
+
+    def method(self, name: str, *args: Any) -> fx.Node:
+        return self._insert(self.graph.call_method(name, args), lambda x, *rest: getattr(x, name)(*rest))
+
+    def _insert(self, node: fx.Node, function: Callable[..., Any]) -> fx.Node:
+        value: Callable[[fx.Node], Any] = lambda n: n.meta["example_value"]  # noqa: E731
+        args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+        with torch.no_grad():
+            node.meta["example_value"] = function(*args, **kwargs)
+        node.meta["stack_trace"] = self.before.meta.get("stack_trace")
+        return node
+
+    def side(self, tensor: fx.Node, dim: int) -> Any:
+        """A side of a tensor: an int where it is static, else a node."""
+        size = tensor.meta["example_value"].shape[dim]
+        return size if isinstance(size, int) else self.method("size", tensor, dim)
+
+    def floordiv(self, value: Any, divisor: int) -> Any:
+        return value // divisor if isinstance(value, int) else self.call(operator.floordiv, value, divisor)
+
+    def mul(self, value: Any, factor: int) -> Any:
+        return value * factor if isinstance(value, int) else self.call(operator.mul, value, factor)
+
+
+def _rewrite(graph: fx.Graph, node: fx.Node, dims: int) -> int:
+    arguments = _arguments(node)
+    if not _applies(arguments, dims):
+        return 0
+    pixels, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
+    width, channels, *kernel = weight.meta["example_value"].shape
+    fan_in = channels
+    for side in kernel:
+        fan_in *= side
+    mode = pixels.meta["example_value"].fake_mode
+    with graph.inserting_before(node), mode:
+        build = _Builder(graph, node)
+        images = build.side(pixels, 0)
+        sides = [build.side(pixels, dim + 2) for dim in range(dims)]
+        grid = [build.floordiv(side, k) for side, k in zip(sides, kernel, strict=True)]
+        x = pixels
+        for dim, (side, cells, k) in enumerate(zip(sides, grid, kernel, strict=True)):
+            if not isinstance(side, int) or side % k:
+                x = build.call(torch.narrow, x, dim + 2, 0, build.mul(cells, k))
+        if all(cells == 1 for cells in grid):
+            rows = build.method("reshape", x, images, fan_in)
+        else:
+            folded = build.method("reshape", x, images, channels, *(part for pair in zip(grid, kernel, strict=True) for part in pair))
+            # [N, C, G1, K1, G2, K2, ..] -> [N, G1, G2, .., C, K1, K2, ..]
+            order = (0, *range(2, 2 * dims + 2, 2), 1, *range(3, 2 * dims + 2, 2))
+            rows = build.method("reshape", build.method("permute", folded, *order), images, *grid, fan_in)
+        matrix = build.method("reshape", weight, width, fan_in)
+        product = build.call(torch.nn.functional.linear, rows, matrix, bias)
+        if all(cells == 1 for cells in grid):
+            result = build.method("reshape", product, images, width, *grid)
+        else:
+            result = _channels_first(build, product, node, dims)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    return 1
+
+
+def _channels_first(build: _Builder, product: fx.Node, node: fx.Node, dims: int) -> fx.Node:
+    """`[N, G.., E]` -> `[N, E, G..]`: a free view where every reader copes with any strides, else a copy."""
+    view = build.method("permute", product, 0, dims + 1, *range(1, dims + 1))
+    return view if all(_copes_with_strides(user, node) for user in node.users) else build.method("contiguous", view)
+
+
+def _copes_with_strides(user: fx.Node, value: fx.Node) -> bool:
+    name = user.target if user.op == "call_method" else getattr(user.target, "__name__", "")
+    return name in ("flatten", "reshape", "transpose", "permute") and user.args[:1] == (value,)

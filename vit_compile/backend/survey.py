@@ -1,0 +1,91 @@
+"""What a piece would do to a capture, found by running it once on fake tensors.
+
+Looks at the ATen operations behind a piece: random numbers, host reads, copies between host and device, writes into
+inputs. The result is facts; what follows from them is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from vit_compile import _torch_compat as compat
+
+_VIEW_ONLY = ("aten::alias", "aten::detach", "aten::view", "aten::_unsafe_view")
+
+
+@dataclass(slots=True)
+class PieceFacts:
+    """Names of the operations that matter, each with where it was met; empty lists for an ordinary piece."""
+
+    random: list[str] = field(default_factory=list)
+    host_reads: list[str] = field(default_factory=list)
+    copies: list[str] = field(default_factory=list)
+    mutated_inputs: set[int] = field(default_factory=set)
+
+
+class _Recorder(compat.DispatchMode):
+    """Watches every ATen call of a fake run."""
+
+    def __init__(self, facts: PieceFacts, inputs: dict[int, int]) -> None:
+        super().__init__()
+        self.facts, self.inputs, self.where = facts, inputs, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        if torch.Tag.nondeterministic_seeded in func.tags and not _no_dropout(func, args, kwargs):
+            self.facts.random.append(f"{func} at {self.where}")
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            self.facts.host_reads.append(f"{func} at {self.where}")
+        devices = {t.device.type for t in tensors if t.dim() > 0}
+        target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
+        if len(devices) > 1 or (target is not None and devices and devices != {target}):
+            self.facts.copies.append(f"{func} at {self.where}")
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+                    self._note_write(value)
+        return func(*args, **kwargs)
+
+    def _note_write(self, value: torch.Tensor) -> None:
+        index = self.inputs.get(value.untyped_storage()._cdata)
+        if index is not None:
+            self.facts.mutated_inputs.add(index)
+
+
+def _no_dropout(func: Any, args: Any, kwargs: Any) -> bool:
+    """Attention kernels carry the random tag for their dropout; with probability 0 they draw nothing."""
+    if "attention" not in str(func):
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value = kwargs.get("dropout_p", args[position] if position < len(args) else argument.default_value)
+            return float(value or 0.0) == 0.0
+    return True
+
+
+class _Runner(fx.Interpreter):
+    def __init__(self, piece: fx.GraphModule, recorder: _Recorder) -> None:
+        super().__init__(piece)
+        self.recorder = recorder
+
+    def run_node(self, node: fx.Node) -> Any:
+        trace = node.meta.get("stack_trace") or ""
+        lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
+        self.recorder.where = f"{node.name} ({lines[-1]})" if lines else node.name
+        return super().run_node(node)
+
+
+def survey(piece: fx.GraphModule, args: Sequence[Any], mode: compat.FakeTensorMode) -> PieceFacts:
+    """Run `piece` on the fake tensors `args` and report what it does."""
+    facts = PieceFacts()
+    storages = {a.untyped_storage()._cdata: i for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
+    recorder = _Recorder(facts, storages)
+    with torch.no_grad(), mode, recorder:
+        _Runner(piece, recorder).run(*args)
+    return facts

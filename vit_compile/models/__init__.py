@@ -1,0 +1,1 @@
+"""Real towers: how Hugging Face vision models are driven. No tower code is copied."""

@@ -1,0 +1,124 @@
+"""Hugging Face towers through `vit_compile::varlen_attention`.
+
+A tower looks up its attention by name at each call. With a name that contains "flash" it passes segment boundaries and
+bounds to one call, where the other names make it read the boundaries on the host and loop over the segments. This file
+registers such a name and switches a tower to it; no tower code is copied.
+
+Dense towers call the same function without boundaries and get scaled dot product attention, mask included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vit_compile.attention.varlen import varlen_attention
+from vit_compile.errors import MissingDependencyError, ModelError
+
+ATTENTION_NAME = "vit_compile_flash"
+"""The registered name; towers look for "flash" in it."""
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers calls in each layer.
+
+    Args:
+        module: the attention module that calls.
+        query, key, value: [1,H,T,D] with boundaries, [N,H,T,D] without.
+        attention_mask: for dense attention only.
+        scaling: factor on the scores; None means D**-0.5.
+        dropout, is_causal: passed on to dense attention; refused with boundaries.
+        cu_seq_lens_q: segment boundaries, int32 [S+1]; None selects dense attention.
+        max_length_q: bound on the longest segment in rows; None means T, which is always enough.
+        kwargs: whatever the tower did not consume; dense attention gets it, varlen attention ignores it.
+
+    Returns:
+        ([1,T,H,D] or [N,T,H,D], None).
+
+    Raises:
+        ModelError: boundaries together with more than one batch item, dropout or causal attention.
+    """
+    if cu_seq_lens_q is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+        return out, None
+    if query.shape[0] != 1:
+        raise ModelError(f"{ATTENTION_NAME} got boundaries and {query.shape[0]} batch items: pack all rows into one item.")
+    if dropout:
+        raise ModelError(f"{ATTENTION_NAME} has no dropout (got {dropout}): set the tower's attention_dropout to 0, or use sdpa.")
+    if is_causal:
+        raise ModelError(f"{ATTENTION_NAME} is not causal: use another attention for {type(module).__name__}.")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if k.shape[1] != q.shape[1]:
+        repeats = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    boundaries = cu_seq_lens_q if cu_seq_lens_q.dtype == torch.int32 else cu_seq_lens_q.to(torch.int32)
+    bound = query.shape[2] if max_length_q is None else max_length_q
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return varlen_attention(q, k, v, boundaries, bound, scale)[None], None
+
+
+def register() -> None:
+    """Make `ATTENTION_NAME` known to transformers, attention and mask. Idempotent.
+
+    Without the mask function a tower that builds a padding mask would silently get none and attend to its padding.
+
+    Raises:
+        MissingDependencyError: transformers is missing or too old.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"Hugging Face towers need transformers 5.17 or newer ({error}): pip install 'vit_compile[hf]'."
+        ) from error
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+
+
+def use_attention(tower: torch.nn.Module) -> None:
+    """Switch a vision tower to `ATTENTION_NAME`; registers it first.
+
+    Args:
+        tower: the vision tower itself (for example `model.model.visual`), not the model around it.
+
+    What to know:
+        - The config object is changed, and it may be shared: other models built from it switch as well.
+        - Setting a parent's config afterwards (`model.set_attn_implementation(...)`) pushes its choice down and undoes this.
+        - `tower.set_attn_implementation(ATTENTION_NAME)` does not work: transformers takes any name with "flash" in it
+          for a package and tries to import that. Hence this function.
+        - `save_pretrained` does not store it.
+        - Undo with `tower.config._attn_implementation = "sdpa"`.
+
+    Raises:
+        ModelError: no config, or the config of a whole vision-language model.
+        MissingDependencyError: transformers is missing or too old.
+    """
+    config: Any = getattr(tower, "config", None)
+    if config is None or not hasattr(config, "_attn_implementation"):
+        raise ModelError(f"{type(tower).__name__} has no transformers config: use_attention takes a Hugging Face vision tower.")
+    if getattr(config, "vision_config", None) is not None:
+        raise ModelError(
+            f"{type(tower).__name__} is a whole model, and this would change its text part too: pass its vision tower "
+            "(for example model.model.visual or model.vision_model)."
+        )
+    register()
+    config._attn_implementation = ATTENTION_NAME

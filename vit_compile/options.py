@@ -1,0 +1,199 @@
+"""The options of `backend="vit_cudagraph"`: one frozen dataclass, checked in one place.
+
+`BackendOptions.from_dict` turns the `options={...}` that `torch.compile` hands over into this record; everything
+behind it can rely on the values. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from vit_compile.errors import OptionError
+from vit_compile.planning import units
+
+MODES = ("auto", "full", "piecewise", "none")
+PADDINGS = ("auto", "exact")
+COMPILERS = ("inductor", "aot_eager", "eager")
+OUTPUTS = ("copy", "borrow")
+CHECKS = ("host", "full")
+PASS_NAMES = ("patch_embedding_gemm",)
+DEFAULT_MAX_GRAPHS = 32
+
+_CHOICES = {"mode": MODES, "padding": PADDINGS, "compiler": COMPILERS, "outputs": OUTPUTS, "checks": CHECKS}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendOptions:
+    """How one compiled vision encoder is split, captured and replayed."""
+
+    mode: str = "auto"
+    """"full": one graph per capture size; "piecewise": a graph per piece between attentions; "none": compiled pieces
+    without capture; "auto": full where every attention op allows it, else piecewise."""
+
+    token_budgets: tuple[int, ...] | None = None
+    """Capture sizes in output tokens (what the language model sees). None: capture the sizes that are seen, up to
+    `max_graphs`, without padding. The helpers of `vit_compile.planning.budgets` build ladders."""
+
+    spatial_merge_size: int = 1
+    """Side of the square of patches that becomes one output token (Qwen-VL: 2)."""
+
+    patches_per_row: int = 1
+    """Patches in one row of the traced input: 1 for packed towers, patches per image for batch-first ones."""
+
+    splitting_ops: tuple[str, ...] = ()
+    """Names of further attention ops to split at ("namespace::op" or a function's name), beside the default set."""
+
+    padding: str = "auto"
+    """"auto": a smaller input is padded to the next capture size where that is proved safe; "exact": never padded."""
+
+    compiler: str = "inductor"
+    """What compiles the pieces."""
+
+    compile_sizes: tuple[int, ...] = ()
+    """Output-token sizes for which the pieces are compiled a second time, with static shapes."""
+
+    passes: tuple[str, ...] | None = None
+    """Graph passes to run, by name, in this order. None: all of them; (): none."""
+
+    max_graphs: int = DEFAULT_MAX_GRAPHS
+    """Most capture sizes held by one encoder; in piecewise mode one capture size is one chain of graphs."""
+
+    max_graph_bytes: int | None = None
+    """Most bytes of device memory that the captures of one encoder may take. None: no cap."""
+
+    outputs: str = "copy"
+    """"copy": outputs belong to the caller; "borrow": they alias graph memory and are valid until the next call."""
+
+    debug_dir: str | None = None
+    """Folder for readable dumps of every stage. None: no dumps."""
+
+    checks: str = "host"
+    """"host": check what can be checked without reading the device; "full": also read boundaries from the device,
+    which synchronises on every call."""
+
+    strict: bool = False
+    """Raise `SkipError` instead of falling back."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            _check_choice(name, getattr(self, name), allowed)
+        for name in ("spatial_merge_size", "patches_per_row", "max_graphs"):
+            self._store(name, _positive_int(name, getattr(self, name)))
+        if self.max_graph_bytes is not None:
+            self._store("max_graph_bytes", _positive_int("max_graph_bytes", self.max_graph_bytes))
+        if not isinstance(self.strict, bool):
+            raise OptionError(f"strict={self.strict!r}: expected True or False.")
+        if self.token_budgets is not None:
+            budgets = _positive_ints("token_budgets", self.token_budgets)
+            if not budgets:
+                raise OptionError(
+                    "token_budgets is empty: give at least one size in output tokens, or None to capture the sizes seen."
+                )
+            self._store("token_budgets", budgets)
+        self._store("compile_sizes", _positive_ints("compile_sizes", self.compile_sizes))
+        self._store("splitting_ops", _names("splitting_ops", self.splitting_ops))
+        if self.passes is not None:
+            self._store("passes", _names("passes", self.passes))
+            for name in self.passes:
+                _check_choice("passes", name, PASS_NAMES)
+        if self.debug_dir is not None:
+            self._store("debug_dir", _folder("debug_dir", self.debug_dir))
+        self._check_combinations()
+
+    def _store(self, name: str, value: object) -> None:
+        """Keeps a normalised value; the record is frozen for everybody else."""
+        object.__setattr__(self, name, value)
+
+    def _check_combinations(self) -> None:
+        if self.mode == "none":
+            captures_only = {
+                "token_budgets": self.token_budgets is not None,
+                "max_graphs": self.max_graphs != DEFAULT_MAX_GRAPHS,
+                "max_graph_bytes": self.max_graph_bytes is not None,
+                'outputs="borrow"': self.outputs == "borrow",
+            }
+            for name, given in captures_only.items():
+                if given:
+                    raise OptionError(
+                        f'{name} is about captured graphs, and mode="none" captures nothing: drop it, or choose another mode.'
+                    )
+        if self.token_budgets is not None and len(self.token_budgets) > self.max_graphs:
+            raise OptionError(
+                f"{len(self.token_budgets)} token_budgets, but max_graphs={self.max_graphs}: give fewer or raise max_graphs."
+            )
+        # Fails here, before any tracing, when a size does not make whole rows.
+        self.budget_rows()
+        self.compile_rows()
+
+    def rows(self, tokens: int) -> int:
+        """Input rows (dimension 0 of the traced input) for a number of output tokens."""
+        return units.rows_from_tokens(tokens, spatial_merge_size=self.spatial_merge_size, patches_per_row=self.patches_per_row)
+
+    def budget_rows(self) -> tuple[int, ...]:
+        """Capture sizes in input rows, ascending; empty when there are no budgets."""
+        return tuple(self.rows(tokens) for tokens in self.token_budgets or ())
+
+    def compile_rows(self) -> tuple[int, ...]:
+        """`compile_sizes` in input rows, ascending."""
+        return tuple(self.rows(tokens) for tokens in self.compile_sizes)
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any] | None) -> BackendOptions:
+        """Options from the dict that `torch.compile(options=...)` passes on; unknown keys are errors."""
+        if given is None:
+            return cls()
+        if not isinstance(given, Mapping):
+            raise OptionError(f"options must be a dict, not {type(given).__name__}.")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in given:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise OptionError(f"unknown option {key!r}.{hint} Known options: {', '.join(known)}.")
+        return cls(**given)
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise OptionError(f"{name}={value!r}: expected one of {', '.join(repr(a) for a in allowed)}.")
+
+
+def _positive_int(name: str, value: object) -> int:
+    # Integral and not operator.index: NumPy integers are taken; bool and tensors are not.
+    if isinstance(value, bool) or not isinstance(value, Integral) or value <= 0:
+        raise OptionError(f"{name}={value!r}: expected a positive integer.")
+    return int(value)
+
+
+def _positive_ints(name: str, values: object) -> tuple[int, ...]:
+    """Sorted, without repeats."""
+    items = _listed(name, values, "positive integers")
+    return tuple(sorted({_positive_int(f"item of {name}", item) for item in items}))
+
+
+def _names(name: str, values: object) -> tuple[str, ...]:
+    """In the given order, without repeats."""
+    items = _listed(name, values, "names")
+    for item in items:
+        if not isinstance(item, str) or not item.strip():
+            raise OptionError(f"{name} contains {item!r}: expected non-empty names.")
+    return tuple(dict.fromkeys(items))
+
+
+def _listed(name: str, values: object, what: str) -> tuple[Any, ...]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise OptionError(f"{name}={values!r}: expected a list of {what}.")
+    return tuple(values)
+
+
+def _folder(name: str, value: object) -> str:
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
+        raise OptionError(f"{name}={value!r}: expected a folder's path, or None for no dumps.")
+    return path

@@ -1,0 +1,119 @@
+"""The demo: real weights, real photographs of many sizes, one table and one picture.
+
+The photos run like any images of `vit-compile run`; then every photo looks for its own flips and crops among all of them,
+with features from the same compiled model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vit_compile.stats import counters
+from vit_compile.tools.compiling import CompileSettings, Encode, compile_encoder, eager_encoder
+from vit_compile.tools.contact_sheet import write_contact_sheet
+from vit_compile.tools.demo_photos import demo_photos
+from vit_compile.tools.dependencies import require
+from vit_compile.tools.encoding import NO_DIFFERENCE, TOLERANCES, Difference, Picture, compare, full_float32
+from vit_compile.tools.gallery import Entry, accuracy, gallery_entries, retrieve
+from vit_compile.tools.images import load_image
+from vit_compile.tools.report import RunReport, added, describe_device
+from vit_compile.tools.runs import encode_pictures, progress, read_pictures, write_outputs
+from vit_compile.tools.vision_models import VisionModel
+
+MAX_PATCHES = {"cuda": 1024, "cpu": 324}
+"""Default cap by device: small enough on a CPU for the whole demo to take less than three minutes on two cores."""
+
+MAX_GRAPHS = 24
+"""Room for every size among the photos."""
+
+
+def run_demo(model: VisionModel, settings: CompileSettings, *, max_patches: int, out: Path | None, out_dir: Path) -> RunReport:
+    """Runs the demo.
+
+    Args:
+        model: the converted demo model.
+        settings: how it is compiled.
+        max_patches: the most patches of one image.
+        out: a further features file, or None.
+        out_dir: folder for `features.safetensors`, `contact_sheet.png` and `run.json`.
+    Returns:
+        The report, with the retrieval's numbers.
+    """
+    require("matplotlib", extra="demo")
+    photos = demo_photos()
+    pictures = read_pictures(
+        [str(photo.path) for photo in photos], [photo.name for photo in photos], model, max_patches=max_patches
+    )
+    before = counters.snapshot()
+    compiled = compile_encoder(model, settings)
+    results = encode_pictures(pictures, model, compiled)
+
+    originals = [(photo.name, load_image(photo.path)) for photo in photos]
+    entries = [entry for name, image in originals for entry in gallery_entries(name, image)]
+    entry_features, worst = _encode_entries(entries, model, compiled, max_patches=max_patches)
+    queries = retrieve(originals, torch.stack([result.pooled for result in results]), entries, entry_features)
+
+    scores = accuracy(queries)
+    report = RunReport(model, settings, max_patches, results, added(before, counters.snapshot()))
+    report.gallery_within_tolerance = worst.within(TOLERANCES[model.dtype])
+    report.retrieval = {
+        "queries": len(queries),
+        "gallery": len(entries),
+        **{name: round(value, 4) for name, value in scores.items()},
+        "gallery_relative_difference": worst.worst_token_relative,
+        "gallery_within_tolerance": report.gallery_within_tolerance,
+        "neighbours": [_neighbours(query.name, query.matches) for query in queries],
+    }
+    sheet = write_contact_sheet(
+        out_dir / "contact_sheet.png",
+        queries,
+        title=f"{len(queries)} photos and their nearest neighbours among {len(entries)} flips and crops",
+        subtitle=f"DINOv2 ViT-S/14 through vit_cudagraph ({describe_device(model.device)}, mode {settings.mode}): "
+        f"nearest neighbour right for {scores['top1']:.0%}, all three neighbours for {scores['precision_at_3']:.0%}. "
+        "Under each picture: photo, transform, cosine similarity.",
+    )
+    report.files["contact sheet"] = str(sheet)
+    write_outputs(report, out=out, out_dir=out_dir)
+    return report
+
+
+def retrieval_line(retrieval: dict[str, Any]) -> str:
+    """The retrieval's numbers in one line."""
+    return (
+        f"Retrieval: {retrieval['queries']} photos among {retrieval['gallery']} flips and crops: top-1 {retrieval['top1']:.1%}, "
+        f"top-3 {retrieval['top3']:.1%}, right among all three neighbours {retrieval['precision_at_3']:.1%}; "
+        f"gallery's largest relative difference from eager {retrieval['gallery_relative_difference']:.1e}"
+    )
+
+
+def _encode_entries(
+    entries: list[Entry], model: VisionModel, compiled: Encode, *, max_patches: int
+) -> tuple[torch.Tensor, Difference]:
+    """Pooled features of the gallery, float32 [G, D] on the CPU, and the worst difference from eager."""
+    eager, worst, features = eager_encoder(model), NO_DIFFERENCE, []
+    with full_float32():
+        for entry in progress(entries, "gallery"):
+            picture = Picture.of(entry.image, entry.source, entry.transform, model, max_patches=max_patches)
+            pixel_values = picture.pixel_values(model)
+            tokens, pooled = compiled(pixel_values)
+            worst = worst.worse(compare(tokens, eager(pixel_values)[0]))
+            features.append(pooled[0].float().cpu())
+    return torch.stack(features), worst
+
+
+def _neighbours(name: str, matches: Any) -> dict[str, Any]:
+    return {
+        "photo": name,
+        "nearest": [
+            {
+                "photo": match.entry.source,
+                "transform": match.entry.transform,
+                "similarity": round(match.similarity, 4),
+                "correct": match.correct,
+            }
+            for match in matches
+        ],
+    }
