@@ -38,7 +38,9 @@ __all__ = [
     "guard_expressions",
     "is_static_input",
     "mark_dynamic",
+    "generated_files",
     "on_bytecode",
+    "size_hint",
     "sympy_expr",
     "to_python",
     "tracing_under",
@@ -169,3 +171,11 @@ def on_bytecode(hook: Callable[[CodeType, CodeType], None]) -> Callable[[], None
     """Call `hook(old, new)` for every frame that Dynamo rewrites; returns a function that removes the hook."""
     handle = register_bytecode_hook(lambda old, new: hook(old, new))
     return handle.remove
+
+
+def size_hint(mode: FakeTensorMode | None, symbol: sympy.Symbol) -> int:
+    """The value that a symbol had while tracing."""
+    assert mode is not None and mode.shape_env is not None, "a symbol has a shape environment"
+    env = mode.shape_env
+    values: Any = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", {})
+    return int(values[symbol])

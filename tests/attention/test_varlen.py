@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 
 import pytest
@@ -106,7 +107,7 @@ def test_gradients_equal_those_of_dense_attention(lengths: list[int]) -> None:
     weight = qkv(rows, dtype=torch.float64, seed=1)[0]
     (varlen_attention(*ours, cu_seqlens, max(lengths), SCALE) * weight).sum().backward()
     ends = cu_seqlens.tolist()
-    for start, end in zip(ends[:-1], ends[1:], strict=True):
+    for start, end in itertools.pairwise(ends):
         q, k, v = (x[start:end].transpose(0, 1) for x in theirs)
         out = torch.softmax(q @ k.transpose(1, 2) * SCALE, -1) @ v
         (out.transpose(0, 1) * weight[start:end]).sum().backward()
@@ -117,7 +118,7 @@ def test_gradients_equal_those_of_dense_attention(lengths: list[int]) -> None:
 
 def test_gradcheck() -> None:
     """Numerical differentiation agrees with the gradient."""
-    inputs = [x.requires_grad_() for x in qkv(6, dtype=torch.float64)]
+    inputs = [x[:, :1, :2].clone().requires_grad_() for x in qkv(6, dtype=torch.float64)]
     assert torch.autograd.gradcheck(lambda q, k, v: varlen_attention(q, k, v, boundaries([2, 3]), 3, SCALE), inputs)
 
 
@@ -298,7 +299,9 @@ def test_tail_is_zeroed_whatever_it_holds() -> None:
         (torch.float64, 64, (9, 0), True, "dense"),
     ],
 )
-def test_choice_of_kernel(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], flash_usable: bool, kernel: str) -> None:
+def test_choice_of_kernel(
+    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], flash_usable: bool, kernel: str
+) -> None:
     """Each kernel gets only what it can do, and FlashAttention-2 whatever it can."""
     assert kernels.choose(dtype, head_dim, capability, flash_usable=flash_usable) == kernel
 

@@ -100,9 +100,9 @@ def test_wrong_interpolation_shows() -> None:
     """Interpolation weights in the wrong order give clearly other features."""
     grids = CASES["three images"]
     weights = vision_metadata(towers.tiny_qwen3_vl(), grids)["interp_weights"].flip(1)
-    assert largest_difference(ours(towers.tiny_qwen3_vl, grids, interp_weights=weights), untouched(towers.tiny_qwen3_vl, grids)) > (
-        CLEARLY_WRONG
-    )
+    assert largest_difference(
+        ours(towers.tiny_qwen3_vl, grids, interp_weights=weights), untouched(towers.tiny_qwen3_vl, grids)
+    ) > (CLEARLY_WRONG)
 
 
 def test_wrong_frame_grids_show() -> None:

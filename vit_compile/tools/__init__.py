@@ -1,0 +1,1 @@
+"""Command line, reports and the demo: thin, on top of everything else."""

@@ -39,6 +39,8 @@ app = typer.Typer(
 
 
 class Mode(StrEnum):
+    """What is captured; the backend option `mode`."""
+
     auto = "auto"
     full = "full"
     piecewise = "piecewise"
@@ -46,12 +48,16 @@ class Mode(StrEnum):
 
 
 class Compiler(StrEnum):
+    """What compiles the pieces; the backend option `compiler`."""
+
     inductor = "inductor"
     aot_eager = "aot_eager"
     eager = "eager"
 
 
 class Dtype(StrEnum):
+    """Precision of weights and images."""
+
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
@@ -101,7 +107,7 @@ def run(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            "--max-tokens", min=1, help="Most patches of one image [default: 1024; demo on a CPU: 324].", show_default=False
+            "--max-tokens", min=1, help="Most patches of one image [default: 1024; demo on a CPU: 400].", show_default=False
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,

@@ -21,7 +21,7 @@ _ROW_INCHES = 1.75
 _GAP = 0.35
 """Between the two halves, as a share of a cell."""
 
-_HEADER_INCHES = 1.0
+_HEADER_INCHES = 1.15
 _THUMBNAIL_PIXELS = 256
 _RIGHT, _WRONG, _QUERY = "#15803d", "#b91c1c", "#334155"
 
@@ -33,13 +33,14 @@ def sheet_pixels(queries: int) -> tuple[int, int]:
     return round(width * DPI), round((rows * _ROW_INCHES + _HEADER_INCHES) * DPI)
 
 
-def write_contact_sheet(path: Path, queries: Sequence[Query], *, title: str, subtitle: str) -> Path:
+def write_contact_sheet(path: Path, queries: Sequence[Query], *, title: str, lines: Sequence[str]) -> Path:
     """Draws the sheet as PNG.
 
     Args:
         path: the file to write; its folder is made.
         queries: what each photo found; fewer than three neighbours leave cells empty.
-        title, subtitle: two lines at the top.
+        title: a bold line at the top.
+        lines: up to two lines under it.
     Returns:
         The path.
     """
@@ -51,7 +52,8 @@ def write_contact_sheet(path: Path, queries: Sequence[Query], *, title: str, sub
     FigureCanvasAgg(figure)
     inches_high = height / DPI
     figure.text(0.015, 1 - 0.32 / inches_high, title, fontsize=15, fontweight="bold", va="center")
-    figure.text(0.015, 1 - 0.66 / inches_high, subtitle, fontsize=10, color=_QUERY, va="center")
+    for line_number, line in enumerate(lines):
+        figure.text(0.015, 1 - (0.62 + 0.2 * line_number) / inches_high, line, fontsize=9, color=_QUERY, va="center")
     rows = max(1, math.ceil(len(queries) / COLUMNS))
     for index, query in enumerate(queries):
         # Down the left half first, then down the right one.

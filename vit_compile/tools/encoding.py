@@ -112,6 +112,7 @@ class ImageResult:
 
     @property
     def within_tolerance(self) -> bool:
+        """Is the difference from eager rounding?"""
         return self.difference.within(self.tolerance)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from PIL import Image, ImageOps
 
+FLIPPED = "flipped"
 NEIGHBOURS = 3
 CENTRE_SHARE = 0.6
 """Sides of the centre crop, as a share of the photo's."""
@@ -61,7 +62,7 @@ def gallery_entries(name: str, image: Image.Image) -> list[Entry]:
     """The four entries of one RGB photo; the same ones in every run."""
     generator = random.Random(f"{_SEED}/{name}")
     entries = [
-        Entry(name, "flipped", ImageOps.mirror(image)),
+        Entry(name, FLIPPED, ImageOps.mirror(image)),
         Entry(name, f"centre {CENTRE_SHARE:.0%}", _crop(image, CENTRE_SHARE, 0.5, 0.5)),
     ]
     for _ in range(2):
@@ -110,6 +111,12 @@ def accuracy(queries: Sequence[Query]) -> dict[str, float]:
         "top3": sum(any(matches) for matches in found) / count,
         "precision_at_3": sum(sum(matches) / len(matches) for matches in found) / count,
     }
+
+
+def without_flips(entries: Sequence[Entry], entry_features: torch.Tensor) -> tuple[list[Entry], torch.Tensor]:
+    """The gallery's crops alone, a harder task: a flip is easily a photo's nearest neighbour."""
+    kept = [index for index, entry in enumerate(entries) if entry.transform != FLIPPED]
+    return [entries[index] for index in kept], entry_features[kept]
 
 
 def _crop(image: Image.Image, share: float, across: float, down: float) -> Image.Image:

@@ -33,6 +33,7 @@ class PatchGrid:
 
     @property
     def patches(self) -> int:
+        """Patches in the whole picture."""
         return self.rows * self.columns
 
     @property

@@ -104,6 +104,8 @@ def print_report(report: RunReport) -> None:
         console.print(
             f"All {len(report.results)} images are within {tolerance:g} of eager (relative difference of the worst token)."
         )
+    if report.retrieval is not None:
+        console.print(_retrieval_line(report.retrieval), highlight=False)
     console.print(_counter_line(report.counters), highlight=False)
     for kind, path in report.files.items():
         console.print(f"{kind}: {path}", highlight=False, soft_wrap=True)
@@ -171,6 +173,15 @@ def _counter_line(counters: Mapping[str, int | dict[str, int]]) -> str:
     if isinstance(skips, dict) and skips:
         words.append("skips: " + ", ".join(f"{code} {count}" for code, count in sorted(skips.items())))
     return ("Backend: " + ", ".join(words)) if words else "Backend: not reached."
+
+
+def _retrieval_line(numbers: Mapping[str, Any]) -> str:
+    return (
+        f"Retrieval: {numbers['queries']} photos among {numbers['gallery']} flips and crops: top-1 {numbers['top1']:.1%}, "
+        f"top-3 {numbers['top3']:.1%}, right among all three {numbers['precision_at_3']:.1%}, "
+        f"top-1 among crops alone {numbers['top1_among_crops']:.1%}; "
+        f"the gallery's largest relative difference from eager is {numbers['gallery_relative_difference']:.1e}."
+    )
 
 
 def _image_dict(result: ImageResult) -> dict[str, Any]:

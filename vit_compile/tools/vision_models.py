@@ -54,6 +54,7 @@ class VisionEncoder(nn.Module):
         self.extra_arguments = {"interpolate_pos_encoding": True} if interpolate else {}
 
     def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and pooled vector of a batch of images of one size."""
         output = self.tower(pixel_values=pixel_values, **self.extra_arguments)
         tokens = output.last_hidden_state
         if self.pooling == "pooler_output":
