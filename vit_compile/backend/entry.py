@@ -21,6 +21,7 @@ from vit_compile.backend.program import Builder, Program, UnsupportedValueError
 from vit_compile.backend.runnable import PlainRunnable, Refusal, Runnable
 from vit_compile.backend.sizes import SymbolTable
 from vit_compile.backend.split import Split, split
+from vit_compile.backend.survey import source_line
 from vit_compile.errors import OptionError, VitCompileError
 from vit_compile.options import MODES, BackendOptions
 from vit_compile.stats import Skip, counters, report_skip
@@ -118,13 +119,8 @@ def _plain_reason(gm: fx.GraphModule) -> Skip | None:
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) and compat.unbacked_symbols(value):
-            return Skip("host-read", f"{node.name} = {node.target} depends on the data {_where(node)}".rstrip())
+            return Skip("host-read", f"{node.name} = {node.target} depends on the data ({source_line(node)})")
     return None
-
-
-def _where(node: fx.Node) -> str:
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines() if line.strip()]
-    return f"({lines[-1]})" if lines else ""
 
 
 def _forbidden(program: Program, library: PieceLibrary) -> Skip | None:

@@ -20,7 +20,7 @@ from vit_compile.attention.signatures import AttentionOp
 from vit_compile.attention.tail import zero_tail_, zero_tail_in_torch_
 from vit_compile.backend.pieces import Piece, PieceLibrary
 from vit_compile.backend.sizes import Env, Size, SymbolTable, TensorSpec
-from vit_compile.backend.split import Split, argument_names, attention_nodes
+from vit_compile.backend.split import Split, argument_names, attention_nodes, is_element
 
 
 class UnsupportedValueError(Exception):
@@ -350,7 +350,8 @@ def child_result(child: fx.GraphModule, index: int) -> int | None:
     produced = child.graph.output_node().args[0]
     node = produced[index] if isinstance(produced, tuple | list) else produced
     assert isinstance(node, fx.Node), "an attention child returns nodes"
-    if node.target is operator.getitem:
+    source = node.args[0] if node.args else None
+    if isinstance(source, fx.Node) and is_element(node, source):
         element = node.args[1]
         assert isinstance(element, int), "a tuple access has an integer index"
         return element

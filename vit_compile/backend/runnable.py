@@ -160,12 +160,13 @@ class Runnable:
     def _find_or_capture(self, encoder: Encoder, target: Env, args: Sequence[Any], env: Env) -> tuple[Capture | Skip, bool]:
         """The capture for a plan, made now if need be, and whether it is new."""
         pointers = self._weight_pointers(args)
-        capture = self.captures.get(target)
-        if capture is not None and capture.weight_pointers == pointers:
-            return capture, False
-        if capture is not None:
-            encoder.drop(self, [t for t, c in self.captures.items() if c.weight_pointers != pointers])
+        stale = [t for t, c in self.captures.items() if c.weight_pointers != pointers]
+        if stale:
+            encoder.drop(self, stale)
             counters.add("recaptures")
+        capture = self._serving(target)
+        if capture is not None:
+            return capture, False
         made = self.capture(encoder, target, args, env)
         if isinstance(made, Skip) and made.code == "padding-unsafe":
             report_skip(made, strict=self.options.strict)
@@ -174,6 +175,19 @@ class Runnable:
                 return (exact if isinstance(exact, Skip) else made), False
             return self._find_or_capture(encoder, exact, args, env)
         return made, not isinstance(made, Skip)
+
+    def _serving(self, target: Env) -> Capture | None:
+        """The held capture for a plan: this very one, else the one with the fewest spare segments."""
+        capture = self.captures.get(target)
+        if capture is not None or not self.roles.segment_symbols or not self.may_pad:
+            return capture
+        segments = self.roles.segment_symbols
+        fitting = [
+            env
+            for env in self.captures
+            if all(have >= need if i in segments else have == need for i, (have, need) in enumerate(zip(env, target, strict=True)))
+        ]
+        return self.captures[min(fitting, key=lambda env: sum(env[i] for i in segments))] if fitting else None
 
     def _weight_pointers(self, args: Sequence[Any]) -> tuple[int, ...]:
         return tuple([args[i].data_ptr() for i in self.program.static_args])

@@ -48,6 +48,12 @@ def op_names(node: fx.Node) -> tuple[str, ...]:
     return (f"{getattr(target, '__module__', '')}.{name}", name)
 
 
+def is_element(node: fx.Node, producer: fx.Node) -> bool:
+    """Is `node` one result of a call that returns several (not an index into a tensor)?"""
+    picks = node.op == "call_function" and node.target is operator.getitem and node.args[0] is producer
+    return picks and isinstance(producer.meta.get("example_value"), tuple | list)
+
+
 def argument_names(node: fx.Node) -> tuple[str, ...]:
     """Names of a custom op's arguments in order, from its schema; empty for plain functions."""
     target = node.target
@@ -101,7 +107,7 @@ def _partition(graph: fx.Graph, attention: Mapping[fx.Node, AttentionOp]) -> dic
     for node in attention:
         for user in list(node.users):
             # An op with several results hands them out by tuple access; a tuple must not cross into a piece.
-            if user.op == "call_function" and user.target is operator.getitem:
+            if is_element(user, node):
                 node.append(user)
     part: dict[fx.Node, int] = {}
     current, cut = 0, False
@@ -110,7 +116,7 @@ def _partition(graph: fx.Graph, attention: Mapping[fx.Node, AttentionOp]) -> dic
             continue
         if node in attention:
             current, cut = current + 1, True
-        elif cut and not (node.target is operator.getitem and node.args[0] in attention):
+        elif cut and not any(is_element(node, producer) for producer in node.all_input_nodes if producer in attention):
             current, cut = current + 1, False
         part[node] = current
     _attributes_with_their_users(graph, part)
@@ -133,8 +139,8 @@ def _attention_children(module: fx.GraphModule, extra: Collection[str]) -> dict[
         child = module.get_submodule(str(node.target))
         assert isinstance(child, fx.GraphModule), f"{node.target} is not a graph"
         inner, _ = attention_nodes(child.graph, extra)
-        others = [n for n in child.graph.nodes if n.op == "call_function" and n not in inner and n.target is not operator.getitem]
-        if inner and others:
+        others = [n for n in child.graph.nodes if n.op in ("call_function", "call_method") and n not in inner]
+        if inner and not all(any(is_element(n, op) for op in inner) for n in others):
             raise SplitError(f"{node.target} holds an attention op beside other calls.")
         if len(inner) == 1:
             names[str(node.target)] = next(iter(inner.values()))

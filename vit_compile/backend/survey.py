@@ -15,8 +15,6 @@ from torch import fx
 
 from vit_compile import _torch_compat as compat
 
-_VIEW_ONLY = ("aten::alias", "aten::detach", "aten::view", "aten::_unsafe_view")
-
 
 @dataclass(slots=True)
 class PieceFacts:
@@ -40,7 +38,7 @@ class _Recorder(compat.DispatchMode):
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         if torch.Tag.nondeterministic_seeded in func.tags and not _no_dropout(func, args, kwargs):
             self.facts.random.append(f"{func} at {self.where}")
-        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        if _reads_data(func, args):
             self.facts.host_reads.append(f"{func} at {self.where}")
         devices = {t.device.type for t in tensors if t.dim() > 0}
         target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
@@ -58,6 +56,17 @@ class _Recorder(compat.DispatchMode):
             self.facts.mutated_inputs.add(index)
 
 
+def _reads_data(func: Any, args: Any) -> bool:
+    """Does the shape or a host value depend on the data? Indexing does so only with masks."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func is not torch.ops.aten.index.Tensor:
+        return True
+    return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+
+
 def _no_dropout(func: Any, args: Any, kwargs: Any) -> bool:
     """Attention kernels carry the random tag for their dropout; with probability 0 they draw nothing."""
     if "attention" not in str(func):
@@ -69,15 +78,21 @@ def _no_dropout(func: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
+def source_line(node: fx.Node) -> str:
+    """The line of the user's code behind a node, if known."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    lines = [line for line in lines if line.strip("^~ ")]
+    return lines[-1] if lines else ""
+
+
 class _Runner(fx.Interpreter):
     def __init__(self, piece: fx.GraphModule, recorder: _Recorder) -> None:
         super().__init__(piece)
         self.recorder = recorder
 
     def run_node(self, node: fx.Node) -> Any:
-        trace = node.meta.get("stack_trace") or ""
-        lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
-        self.recorder.where = f"{node.name} ({lines[-1]})" if lines else node.name
+        line = source_line(node)
+        self.recorder.where = f"{node.name} ({line})" if line else node.name
         return super().run_node(node)
 
 

@@ -36,6 +36,8 @@ _FAMILY_STATISTICS = {
     "altclip": _OPENAI_CLIP,
     "chinese_clip": _OPENAI_CLIP,
     "metaclip_2": _OPENAI_CLIP,
+    "owlvit": _OPENAI_CLIP,
+    "owlv2": _OPENAI_CLIP,
     "siglip": _HALF,
     "vit": _HALF,
     "beit": _HALF,
