@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import Any
 
@@ -16,14 +16,18 @@ import sympy
 import torch
 import torch._inductor
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.decorators import maybe_mark_dynamic
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = [
     "DispatchMode",
@@ -41,6 +45,8 @@ __all__ = [
     "generated_files",
     "on_bytecode",
     "size_hint",
+    "running_fake",
+    "make_floats_constant",
     "sympy_expr",
     "to_python",
     "tracing_under",
@@ -108,6 +114,46 @@ def guard_expressions(mode: FakeTensorMode) -> list[sympy.Basic]:
     return [] if env is None else [guard.expr for guard in env.guards]
 
 
+@contextmanager
+def running_fake(mode: FakeTensorMode) -> Iterator[None]:
+    """Run operations on fake tensors as Dynamo does: symbolic sizes stay symbolic, no guard is added, no gradients.
+
+    Stands for the Python dispatcher (without it composite operations turn sizes into integers) and
+    `ShapeEnv.suppress_guards`.
+    """
+    with ExitStack() as stack:
+        if mode.shape_env is not None:
+            stack.enter_context(mode.shape_env.suppress_guards())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(mode)
+        stack.enter_context(enable_python_dispatcher())
+        yield
+
+
+def make_floats_constant(gm: fx.GraphModule) -> None:
+    """Replace Python floats that Dynamo made graph inputs by guarded constants.
+
+    A float that differs between two traces (an epsilon, an attention scale) becomes an input that is read with
+    `.item()`, which no capture can hold. Where tracing has fixed its value already, with a guard, the constant is put in;
+    else Dynamo is made to trace again with it fixed, as Inductor does (`TensorifyState`).
+    """
+    names: set[str] = set()
+    for node in list(gm.graph.nodes):
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.SymFloat):
+            continue
+        symbols = {str(symbol) for symbol in value.node.expr.free_symbols if symbol_is_type(symbol, SymT.FLOAT)}
+        names |= symbols
+        if not value.node.expr.free_symbols:
+            node.replace_all_uses_with(float(value.node.expr))
+            gm.graph.erase_node(node)
+    fresh = [name for name in names if not TensorifyState.should_specialize(name)]
+    for name in fresh:
+        TensorifyState.specialize(name)
+    if fresh:
+        raise TensorifyScalarRestartAnalysis
+
+
 def value_ranges(mode: FakeTensorMode) -> Mapping[sympy.Symbol, Any]:
     """The inclusive range (`.lower`, `.upper`) that tracing assumed for each symbol."""
     env = mode.shape_env
@@ -142,7 +188,8 @@ def compile_inductor_piece(gm: fx.GraphModule, args: Sequence[Any], *, static: b
     A piece for which Inductor makes no cache artefact is compiled without the caches.
     """
     shapes = "from_example_inputs" if static else "from_tracing_context"
-    with _quiet_artifacts():
+    # Padding of unaligned matrix products is decided by size, which would tie a piece for all sizes to some of them.
+    with _quiet_artifacts(), inductor_config.patch(shape_padding=static):
         try:
             return torch._inductor.standalone_compile(gm, list(args), dynamic_shapes=shapes)  # type: ignore[arg-type]
         except Exception as error:  # the caches are an optimisation: retry without them before giving up

@@ -61,7 +61,9 @@ def image_files(tmp_path: Path) -> list[str]:
     """Pictures of four sizes, one of them larger than 16 patches, two under one file name."""
     (tmp_path / "more").mkdir()
     files = []
-    for index, (name, width, height) in enumerate((("a.png", 56, 42), ("b.jpg", 28, 70), ("c.png", 300, 200), ("more/a.png", 42, 42))):
+    for index, (name, width, height) in enumerate(
+        (("a.png", 56, 42), ("b.jpg", 28, 70), ("c.png", 300, 200), ("more/a.png", 42, 42))
+    ):
         picture(width, height, index).save(tmp_path / name)
         files.append(str(tmp_path / name))
     return files

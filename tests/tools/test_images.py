@@ -19,13 +19,15 @@ PIXELS = st.integers(1, 20_000)
 
 
 def save(tmp_path: Path, image: Image.Image, name: str = "image.png", **options: object) -> Path:
+    """Writes a picture and returns its path."""
     path = tmp_path / name
     image.save(path, **options)
     return path
 
 
 @pytest.mark.parametrize(
-    ("orientation", "corner"), [(1, (0, 0)), (2, (1, 0)), (3, (1, 1)), (4, (0, 1)), (5, (0, 0)), (6, (1, 0)), (7, (1, 1)), (8, (0, 1))]
+    ("orientation", "corner"),
+    [(1, (0, 0)), (2, (1, 0)), (3, (1, 1)), (4, (0, 1)), (5, (0, 0)), (6, (1, 0)), (7, (1, 1)), (8, (0, 1))],
 )
 def test_exif_orientation_is_applied(tmp_path: Path, orientation: int, corner: tuple[int, int]) -> None:
     """The stored top left corner ends up where the EXIF tag says, and sides swap for the four rotated cases."""
@@ -166,7 +168,8 @@ def test_whole_patches_that_fit_stay_as_they_are(rows: int, columns: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("width", "height", "expected"), [(1, 1, (1, 1)), (20_000, 1, (1, 1024)), (3, 20_000, (1024, 1)), (140, 5, (1, 10)), (512, 512, (32, 32))]
+    ("width", "height", "expected"),
+    [(1, 1, (1, 1)), (20_000, 1, (1, 1024)), (3, 20_000, (1024, 1)), (140, 5, (1, 10)), (512, 512, (32, 32))],
 )
 def test_extreme_pictures(width: int, height: int, expected: tuple[int, int]) -> None:
     """Strips and single pixels get a grid too."""

@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 
 
 def load(folder: Path | str) -> VisionModel:
+    """The model in a folder, in float32 on the CPU."""
     return load_vision_model(str(folder), device=CPU, dtype=torch.float32)
 
 
@@ -54,7 +55,12 @@ transformers.AutoModel.register(FixedConfig, FixedTower)
 
 @pytest.mark.parametrize(
     ("architecture", "pooling"),
-    [("Dinov2", "pooler_output"), ("Dinov2WithRegisters", "pooler_output"), ("DINOv3ViT", "pooler_output"), ("ViT", "pooler_output")],
+    [
+        ("Dinov2", "pooler_output"),
+        ("Dinov2WithRegisters", "pooler_output"),
+        ("DINOv3ViT", "pooler_output"),
+        ("ViT", "pooler_output"),
+    ],
 )
 def test_towers_of_any_size(tmp_path: Path, architecture: str, pooling: str) -> None:
     """Towers that interpolate their positions, or rotate, take any multiple of the patch."""
@@ -130,7 +136,9 @@ def test_missing_weights(dinov2_dir: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(dinov2_dir, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     dropped = next(name for name in weights if name.endswith("fc1.weight"))
-    save_file({name: weights[name] for name in weights if name != dropped}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: weights[name] for name in weights if name != dropped}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
     with pytest.raises(ModelError, match=r"lacks 1 of the tower's weights, for example .*fc1\.weight"):
         load(folder)
 
@@ -146,12 +154,18 @@ def test_damaged_weights(dinov2_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("build", "problem"),
     [
-        (lambda: transformers.BertModel(transformers.BertConfig(**{**TOWER, "intermediate_size": 48})), "does not take pixel_values"),
+        (
+            lambda: transformers.BertModel(transformers.BertConfig(**{**TOWER, "intermediate_size": 48})),
+            "does not take pixel_values",
+        ),
         (
             lambda: transformers.ResNetModel(transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])),
             "has no square patch_size",
         ),
-        (lambda: transformers.ViTMAEModel(transformers.ViTMAEConfig(**TOWER, intermediate_size=48)), "two runs on one image differ"),
+        (
+            lambda: transformers.ViTMAEModel(transformers.ViTMAEConfig(**TOWER, intermediate_size=48)),
+            "two runs on one image differ",
+        ),
         (
             lambda: transformers.Siglip2Model(
                 transformers.Siglip2Config(

@@ -66,6 +66,7 @@ def _options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mappi
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> Callable[..., Any]:
+    compat.make_floats_constant(gm)
     dump = Dump.open(options.debug_dir)
     dump.graph("traced", gm)
     plain = _plain_reason(gm)

@@ -226,7 +226,7 @@ class Builder:
             table=self.table,
             arg_names=tuple(str(node.target) for node in placeholders),
             static_args=tuple(i for i, node in tensors if compat.is_static_input(node)),
-            tensor_args=tuple(i for i, node in tensors if not compat.is_static_input(node)),
+            tensor_args=tuple(i for i, node in tensors if node.users and not compat.is_static_input(node)),
         )
         for node in placeholders:
             self._slot(program, node)

@@ -21,7 +21,7 @@ from vit_compile.backend.roles import RoleTable
 from vit_compile.backend.sizes import Env
 from vit_compile.errors import SkipError, VitCompileError
 from vit_compile.options import BackendOptions
-from vit_compile.stats import CallRecord, Skip, counters, record_call, report_skip
+from vit_compile.stats import CallRecord, Skip, counters, logger, record_call, report_skip
 
 _PLAN_CACHE = 4096
 
@@ -231,9 +231,7 @@ class Runnable:
         rows = self.roles.rows(target)
         label = f"{rows} rows" if rows is not None else self.program.table.describe(target)
         try:
-            with torch.inference_mode(False), torch.no_grad():
-                made = kind(self.program, self.roles, target, encoder.recorder, self._calls_for(target, args))
-                made.record(args)
+            made = self._record_twice(kind, encoder, target, args)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             return Skip("out-of-memory", f"{label}: {str(error).splitlines()[0]}")
@@ -246,6 +244,22 @@ class Runnable:
         if cap is not None and encoder.nbytes + made.nbytes > cap:
             return Skip("max-graph-bytes", f"{label} would take {made.nbytes} bytes more; max_graph_bytes={cap}")
         return made
+
+    def _record_twice(self, kind: type[Capture], encoder: Encoder, target: Env, args: Sequence[Any]) -> Capture:
+        """Record; once more if the device reported an error, since another thread's synchronisation breaks a capture."""
+        with torch.inference_mode(False), torch.no_grad():
+            for attempt in (1, 2):
+                made = kind(self.program, self.roles, target, encoder.recorder, self._calls_for(target, args))
+                try:
+                    made.record(args)
+                    return made
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:
+                    if encoder.recorder is None or attempt == 2:
+                        raise
+                    logger.info("capture failed, trying once more: %s", error)
+        raise AssertionError("two attempts end in a return or an error")
 
     def _prove(self, made: Capture, args: Sequence[Any], env: Env) -> Skip | None:
         rows = self.roles.rows(made.env)

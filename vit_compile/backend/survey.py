@@ -26,6 +26,19 @@ class PieceFacts:
     mutated_inputs: set[int] = field(default_factory=set)
 
 
+# Under a dispatch mode these are dispatched too, and the fake mode below would turn symbolic sizes into integers.
+_METADATA: dict[Any, Any] = {
+    torch.ops.aten.size.default: lambda t: t.size(),
+    torch.ops.aten.sym_size.default: lambda t: t.size(),
+    torch.ops.aten.stride.default: lambda t: t.stride(),
+    torch.ops.aten.sym_stride.default: lambda t: t.stride(),
+    torch.ops.aten.numel.default: lambda t: t.numel(),
+    torch.ops.aten.sym_numel.default: lambda t: t.numel(),
+    torch.ops.aten.storage_offset.default: lambda t: t.storage_offset(),
+    torch.ops.aten.sym_storage_offset.default: lambda t: t.storage_offset(),
+}
+
+
 class _Recorder(compat.DispatchMode):
     """Watches every ATen call of a fake run."""
 
@@ -35,6 +48,8 @@ class _Recorder(compat.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _METADATA:
+            return _METADATA[func](args[0])
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         if torch.Tag.nondeterministic_seeded in func.tags and not _no_dropout(func, args, kwargs):
             self.facts.random.append(f"{func} at {self.where}")
@@ -101,6 +116,6 @@ def survey(piece: fx.GraphModule, args: Sequence[Any], mode: compat.FakeTensorMo
     facts = PieceFacts()
     storages = {a.untyped_storage()._cdata: i for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
     recorder = _Recorder(facts, storages)
-    with torch.no_grad(), mode, recorder:
+    with compat.running_fake(mode), recorder:
         _Runner(piece, recorder).run(*args)
     return facts

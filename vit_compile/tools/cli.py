@@ -127,7 +127,7 @@ def run(
     if demo:
         from vit_compile.tools import demo as demo_job
 
-        folder = out_dir or Path("vit_compile_demo")
+        folder = out_dir or Path("demo_output")
         loaded, settings = _load(None, True, mode, compiler, device, dtype, folder, max_graphs=demo_job.MAX_GRAPHS)
         limit = max_tokens or demo_job.MAX_PATCHES[loaded.device.type]
         result = demo_job.run_demo(loaded, settings, max_patches=limit, out=out, out_dir=folder)

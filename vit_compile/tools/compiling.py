@@ -34,7 +34,9 @@ class CompileSettings:
 
     def options(self) -> dict[str, Any]:
         """The dict for `torch.compile(options=...)`."""
-        options: dict[str, Any] = {"mode": self.mode, "compiler": self.compiler, "max_graphs": self.max_graphs}
+        options: dict[str, Any] = {"mode": self.mode, "compiler": self.compiler}
+        if self.mode != "none":
+            options["max_graphs"] = self.max_graphs
         if self.debug_dir is not None:
             options["debug_dir"] = self.debug_dir
         return options

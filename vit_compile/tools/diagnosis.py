@@ -114,6 +114,7 @@ def _backend() -> Finding:
     subject = f"backend {BACKEND}"
     try:
         import torch
+
         from vit_compile.backend.entry import vit_cudagraph
 
         del vit_cudagraph

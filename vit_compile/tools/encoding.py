@@ -24,8 +24,10 @@ from vit_compile.tools.compiling import Encode, call_since, calls_served
 from vit_compile.tools.images import PatchGrid, load_image, normalize, resize
 from vit_compile.tools.vision_models import VisionModel
 
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
-"""Largest relative difference of a token that still counts as rounding, by the model's precision."""
+TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.float16: 1e-2}
+"""Largest relative difference of a token that still counts as rounding, by the model's precision: about 2.5 times what the
+half precisions themselves cost a DINOv2-S (eager against float32: 3.2e-2 and 4.0e-3); about 20 times what reordered
+float32 sums were seen to give."""
 
 _SMALLEST_SHARE_OF_MEAN_NORM = 1e-2
 _REPEATS = {"cpu": 3, "cuda": 9}
@@ -175,8 +177,12 @@ def unique_names(paths: list[str]) -> list[str]:
 @contextmanager
 def full_float32() -> Iterator[None]:
     """Convolutions in float32 mean float32: cuDNN's TF32, on by default, would blur the comparison."""
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
         yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def _timed(encode: Encode, pixel_values: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], float]:

@@ -40,10 +40,10 @@ def inspect_model(model: VisionModel, settings: CompileSettings, *, size: str | 
         encode = compile_encoder(model, dataclasses.replace(settings, debug_dir=str(dumps)))
         encode(pixel_values)
         encode(pixel_values)
-        pages = sorted(dumps.rglob(PAGE))
-        if not pages:
+        page = dumps / PAGE
+        if not page.is_file():
             raise ModelError(f"{model.name}: the backend wrote no {PAGE}; Dynamo ran the model without it.")
-        return "\n\n".join(page.read_text(encoding="utf-8") for page in pages)
+        return page.read_text(encoding="utf-8")
 
 
 def print_page(text: str, *, kept: Path | None) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from vit_compile import _torch_compat as compat
+
 _CONVOLUTIONS: dict[Any, int] = {
     torch.conv2d: 2,
     torch.conv3d: 3,
@@ -89,8 +91,7 @@ class _Builder:
     def _insert(self, node: fx.Node, function: Callable[..., Any]) -> fx.Node:
         value: Callable[[fx.Node], Any] = lambda n: n.meta["example_value"]  # noqa: E731
         args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
-        with torch.no_grad():
-            node.meta["example_value"] = function(*args, **kwargs)
+        node.meta["example_value"] = function(*args, **kwargs)
         node.meta["stack_trace"] = self.before.meta.get("stack_trace")
         return node
 
@@ -116,7 +117,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, dims: int) -> int:
     for side in kernel:
         fan_in *= side
     mode = pixels.meta["example_value"].fake_mode
-    with graph.inserting_before(node), mode:
+    with graph.inserting_before(node), compat.running_fake(mode):
         build = _Builder(graph, node)
         images = build.side(pixels, 0)
         sides = [build.side(pixels, dim + 2) for dim in range(dims)]
