@@ -39,14 +39,14 @@ __all__ = [
     "compile_inductor_piece",
     "compile_plain",
     "fake_mode_of",
+    "generated_files",
     "guard_expressions",
     "is_static_input",
-    "mark_dynamic",
-    "generated_files",
-    "on_bytecode",
-    "size_hint",
-    "running_fake",
     "make_floats_constant",
+    "mark_dynamic",
+    "on_bytecode",
+    "running_fake",
+    "size_hint",
     "sympy_expr",
     "to_python",
     "tracing_under",
@@ -222,7 +222,7 @@ def on_bytecode(hook: Callable[[CodeType, CodeType], None]) -> Callable[[], None
 
 def size_hint(mode: FakeTensorMode | None, symbol: sympy.Symbol) -> int:
     """The value that a symbol had while tracing."""
-    assert mode is not None and mode.shape_env is not None, "a symbol has a shape environment"
+    assert mode is not None, "a symbol has a fake mode"
     env = mode.shape_env
     values: Any = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", {})
     return int(values[symbol])

@@ -75,7 +75,8 @@ def test_every_layout_equals_eager(mode: str, dtype: torch.dtype, compiler: str)
                 assert relative(compiled(*call), tower(*call)) < TOLERANCE[dtype], (lengths, vit_compile.last_call())
     counts = vit_compile.counters.snapshot()
     assert counts["uncaptured_calls"] <= 1, counts  # the tracing call of warmup may exceed a budget, traffic never
-    assert counts["exact_replays"] and counts["padded_replays"]
+    assert counts["exact_replays"]
+    assert counts["padded_replays"]
 
 
 @pytest.mark.parametrize("mode", ["full", "piecewise"])
@@ -324,7 +325,8 @@ def test_a_failed_capture_leaves_everything_working(mode: str) -> None:
 def test_out_of_memory_skips_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A size for which memory does not suffice is skipped with the reason; smaller ones replay (hazard 31)."""
     tower = norm_view(torch.float32)
-    compiled = torch.compile(tower, backend="vit_cudagraph", options=options("full", token_budgets=[16, 1 << 14], padding="exact"))
+    sizes = options("full", token_budgets=[16, 1 << 14], padding="exact")
+    compiled = torch.compile(tower, backend="vit_cudagraph", options=sizes)
     with torch.no_grad():
         small = inputs([16], torch.float32)
         compiled(*small)
@@ -419,9 +421,11 @@ def test_vl_towers(build: Any, mode: str, dtype: torch.dtype) -> None:
     def forward(pixels: torch.Tensor, **metadata: Any) -> torch.Tensor:
         return tower(pixels, **metadata).pooler_output
 
-    compiled = torch.compile(forward, backend="vit_cudagraph", options=options(mode, token_budgets=[64, 128, 256], spatial_merge_size=2))
+    sizes = options(mode, token_budgets=[64, 128, 256], spatial_merge_size=2)
+    compiled = torch.compile(forward, backend="vit_cudagraph", options=sizes)
+    several = [(1, 6, 10), (4, 4, 6), (1, 10, 14)]
     with torch.no_grad():
-        for grids in ([(1, 16, 16)], [(1, 6, 10), (4, 4, 6), (1, 10, 14)], [(3, 6, 8)], [(1, 2, 30)], [(1, 40, 40)], [(1, 4, 4)] * 2):
+        for grids in ([(1, 16, 16)], several, [(3, 6, 8)], [(1, 2, 30)], [(1, 40, 40)], [(1, 4, 4)] * 2):
             pixels = towers.pixels(sum(t * h * w for t, h, w in grids)).to("cuda", dtype)
             metadata = vision_metadata(tower, grids, device="cuda")
             out = compiled(pixels, **metadata)
@@ -439,9 +443,8 @@ def test_batch_first_towers(build: Any, mode: str) -> None:
     side, patch = tower.config.image_size, tower.config.patch_size
     patches = (side // patch) ** 2
     budgets = [n * patches for n in (2, 4, 8)]
-    compiled = torch.compile(
-        tower, backend="vit_cudagraph", options={"mode": mode, "compiler": "aot_eager", "token_budgets": budgets, "patches_per_row": patches}
-    )
+    sizes = options(mode, token_budgets=budgets, patches_per_row=patches)
+    compiled = torch.compile(tower, backend="vit_cudagraph", options=sizes)
     with torch.no_grad():
         vit_compile.warmup(compiled, torch.randn(1, 3, side, side, device="cuda"), progress=False)
         for images in (1, 2, 3, 5, 8, 9):

@@ -1,0 +1,1 @@
+"""Backend: a traced graph in, captured runnables out. Knows neither models nor images."""

@@ -70,6 +70,7 @@ class FullCapture(Capture):
         return self.program.run(args, self.env, covering_bounds=True, calls=self.calls)
 
     def record(self, args: Sequence[Any]) -> None:
+        """See `Capture.record`."""
         self.inputs.fill(args)
         substituted = self.inputs.substitute(args)
         self.nbytes = self.inputs.nbytes
@@ -86,6 +87,7 @@ class FullCapture(Capture):
         self.values = [unowned(v) if isinstance(v, torch.Tensor) else v for v in values]
 
     def replay_filled(self, args: list[Any], env: Env) -> list[Any]:
+        """See `Capture.replay_filled`; `env` makes no difference to the whole chain."""
         if self.graph is None:
             return self._run(args)
         self.graph.replay()
@@ -105,6 +107,7 @@ class PiecewiseCapture(Capture):
         self.recorded = False
 
     def record(self, args: Sequence[Any]) -> None:
+        """See `Capture.record`."""
         self.inputs.fill(args)
         substituted = self.inputs.substitute(args)
         if self.recorder is None:
@@ -151,6 +154,7 @@ class PiecewiseCapture(Capture):
         return [slots[ref.slot] if ref.size is None else ref.size(self.env) for ref in step.inputs]
 
     def replay_filled(self, args: list[Any], env: Env) -> list[Any]:
+        """See `Capture.replay_filled`; attention sees the real rows that `env` says."""
         slots: list[Any] = [*args, *([None] * (self.program.n_slots - len(args)))]
         for slot, view in self.views.items():
             slots[slot] = view

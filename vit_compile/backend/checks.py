@@ -48,7 +48,9 @@ def check_boundaries(offsets: list[int], rows: int, *, name: str = "cu_seqlens")
                 "capacity by repeating the last offset, not with zeros."
             )
     if offsets[-1] != rows:
-        raise BoundariesError(f"{name} ends at {offsets[-1]}, but there are {rows} rows: the last offset must be the number of rows.")
+        raise BoundariesError(
+            f"{name} ends at {offsets[-1]}, but there are {rows} rows: the last offset must be the number of rows."
+        )
 
 
 def check_bounds(longest: int, calls: Sequence[AttentionCall], env: Env, *, name: str = "cu_seqlens") -> None:

@@ -78,7 +78,7 @@ class Recorder:
         """End a broken recording so that the stream can be used again."""
         try:
             graph.capture_end()
-        except Exception:  # noqa: S110 - a broken recording reports its cause a second time here
+        except Exception:
             pass
         self.abandon_pool()
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
 
 from vit_compile import _torch_compat as compat
@@ -204,6 +203,3 @@ def _on_bytecode(old: CodeType, new: CodeType) -> None:
 def folders() -> dict[str, Any]:
     """Open debug folders of this process by path (for tests)."""
     return dict(_folders)
-
-
-__all__ = ["Dump", "Folder", "folders", "torch"]

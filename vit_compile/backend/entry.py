@@ -102,9 +102,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backend
     return runnable
 
 
-def _plain(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], skip: Skip, options: BackendOptions, dump: Dump
-) -> PlainRunnable:
+def _plain(gm: fx.GraphModule, example_inputs: Sequence[Any], skip: Skip, options: BackendOptions, dump: Dump) -> PlainRunnable:
     runnable = PlainRunnable(compat.compile_plain(gm, example_inputs, options.compiler), skip, options)
     dump.plain(runnable)
     return runnable
@@ -116,7 +114,9 @@ def _plain_reason(gm: fx.GraphModule) -> Skip | None:
         for node in gm.graph.nodes:
             value = node.meta.get("example_value")
             if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.requires_grad:
-                return Skip("gradients", f"{node.target} requires a gradient; call under torch.no_grad() or torch.inference_mode()")
+                return Skip(
+                    "gradients", f"{node.target} requires a gradient; call under torch.no_grad() or torch.inference_mode()"
+                )
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) and compat.unbacked_symbols(value):

@@ -51,8 +51,25 @@ def padded_env(program: Program, roles: RoleTable, env: Env, rows: int, *, pad_s
         for symbol, (base, difference) in roles.segment_symbols.items():
             if env[symbol] != env[base] + difference:
                 return Skip("row-scale-changed", f"{program.table.names[symbol]} = {env[symbol]} for {env[base] - 1} segments")
-            target[symbol] = segment_capacity(env[base] - 1) + 1 + difference
+            least = _least_segments(roles, base, tuple(target))
+            target[symbol] = segment_capacity(max(env[base] - 1, least)) + 1 + difference
     return tuple(target)
+
+
+def _least_segments(roles: RoleTable, base: int, target: Env) -> int:
+    """Segments for which a capture must have room whatever the call: windows of a bounded length that fill its rows.
+
+    Images are not multiples of the window, so half as many again are allowed for. 1 where segments may be as long as
+    the whole capture.
+    """
+    least = 1
+    for role in roles.inputs:
+        if role.role is Role.BOUNDARIES and base in role.spec.shape[0].symbols:
+            for call in roles.boundary_calls[role.arg]:
+                rows = call.query_rows(target)
+                literals = [bound.literal for bound in call.bounds if bound.literal is not None and 0 < bound.literal < rows]
+                least = max([least, *(-(-3 * rows // (2 * literal)) for literal in literals)])
+    return least
 
 
 @dataclass(slots=True)
@@ -86,7 +103,9 @@ class StaticInputs:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(b.tensor.untyped_storage().nbytes() + (b.identity.nbytes if b.identity is not None else 0) for b in self.buffers)
+        return sum(
+            b.tensor.untyped_storage().nbytes() + (b.identity.nbytes if b.identity is not None else 0) for b in self.buffers
+        )
 
     def substitute(self, args: Sequence[Any]) -> list[Any]:
         """The graph's arguments with the real inputs replaced by the buffers."""

@@ -264,22 +264,11 @@ class Builder:
         assert isinstance(child, fx.GraphModule), f"{name} is not a graph"
         inputs = tuple(self._ref(arg) for arg in node.args if isinstance(arg, fx.Node))
         assert len(inputs) == len(node.args) and not node.kwargs, f"{name} takes constants"
-        produced = child.graph.output_node().args[0]
-        many = isinstance(produced, tuple | list)
-        users = {u.args[1]: u for u in node.users if u.target is operator.getitem} if many else {0: node}
-        kept = [
-            (index, user)
-            for index, user in sorted(users.items(), key=lambda item: item[0])
-            if not isinstance(_example(produced[index] if many else produced), int | torch.SymInt)
-        ]
-        for index, user in kept:
-            user.meta.setdefault("example_value", _example(produced[index] if many else produced))
-        for index, user in users.items():
-            user.meta.setdefault("example_value", _example(produced[index] if many else produced))
+        kept = _tensor_results(node, child)
         if not kept:
             return  # only integers come out, and those are evaluated, not computed
         outputs = tuple(self._slot(program, user) for _, user in kept)
-        results = tuple(int(index) for index, _ in kept)
+        results = tuple(index for index, _ in kept)
         step = Step(name, inputs, outputs, results)
         if name in self.split.attention:
             step.attention = self._attention(child, self.split.attention[name], inputs, [child_result(child, i) for i in results])
@@ -345,10 +334,31 @@ def _example(value: Any) -> Any:
     return value.meta.get("example_value") if isinstance(value, fx.Node) else value
 
 
+def _produced(child: fx.GraphModule) -> tuple[list[Any], bool]:
+    """A child's outputs, and whether it returns them as a tuple."""
+    produced: Any = child.graph.output_node().args[0]
+    return (list(produced), True) if isinstance(produced, tuple | list) else ([produced], False)
+
+
+def _tensor_results(node: fx.Node, child: fx.GraphModule) -> list[tuple[int, fx.Node]]:
+    """The used results of a child other than integers: (index among its outputs, top-level node)."""
+    produced, many = _produced(child)
+    users: dict[int, fx.Node] = {0: node}
+    if many:
+        picks: Any = [(user.args[1], user) for user in node.users if user.target is operator.getitem]
+        users = dict(picks)
+    for index, user in users.items():
+        user.meta.setdefault("example_value", _example(produced[index]))
+    return [
+        (index, user)
+        for index, user in sorted(users.items(), key=lambda item: item[0])
+        if not isinstance(_example(produced[index]), int | torch.SymInt)
+    ]
+
+
 def child_result(child: fx.GraphModule, index: int) -> int | None:
     """Which element of its op's result an attention child's output number `index` is; None: the result itself."""
-    produced = child.graph.output_node().args[0]
-    node = produced[index] if isinstance(produced, tuple | list) else produced
+    node = _produced(child)[0][index]
     assert isinstance(node, fx.Node), "an attention child returns nodes"
     source = node.args[0] if node.args else None
     if isinstance(source, fx.Node) and is_element(node, source):

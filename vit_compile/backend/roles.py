@@ -18,6 +18,7 @@ from torch import fx
 
 from vit_compile.backend.program import AttentionCall, Program
 from vit_compile.backend.sizes import Env, Size, TensorSpec
+from vit_compile.backend.survey import source_line
 from vit_compile.stats import Skip
 
 
@@ -84,6 +85,8 @@ def infer(program: Program, gm: fx.GraphModule, example_env: Env) -> RoleTable:
     for arg in program.tensor_args:
         table.inputs.append(_role(arg, placeholders[arg], program, table, boundary_args, example_env))
     table.conflict = _conflict(program, table, boundary_args)
+    if table.conflict is None:
+        table.conflict = _size_in_arithmetic(gm, program, table)
     if computed and table.conflict is None:
         table.conflict = Skip("padding-unproved", f"the boundaries of {computed} are computed inside the graph")
     return table
@@ -189,9 +192,7 @@ def _gathers_rows(node: fx.Node, row_symbols: set[int], program: Program) -> boo
     return False
 
 
-def _role(
-    arg: int, node: fx.Node, program: Program, table: RoleTable, boundary_args: set[int], example_env: Env
-) -> InputRole:
+def _role(arg: int, node: fx.Node, program: Program, table: RoleTable, boundary_args: set[int], example_env: Env) -> InputRole:
     spec, name = program.specs[arg], program.arg_names[arg]
     if arg in boundary_args:
         return InputRole(arg, name, Role.BOUNDARIES, spec, 0 if spec.shape[0].symbols else -1)
@@ -234,6 +235,32 @@ def _ratio(count: int, rows: int) -> tuple[int, int] | None:
     return (count // rows, 1) if count % rows == 0 else None
 
 
+_ARITHMETIC = {
+    "add", "sub", "mul", "truediv", "div", "true_divide", "floordiv", "floor_divide", "pow", "mod", "remainder", "rsub",
+    "multiply", "divide", "subtract", "add_", "sub_", "mul_", "div_", "pow_", "clamp", "lerp", "eq", "ne", "lt", "le", "gt", "ge",
+}  # fmt: skip
+
+
+def _size_in_arithmetic(gm: fx.GraphModule, program: Program, table: RoleTable) -> Skip | None:
+    """A tensor that is computed *with* the row count (divided by it, scaled by its logarithm), not merely shaped by it.
+
+    Padding would change the count. In half precision such a change can be too small for the count proof to see.
+    """
+    rows = {table.row_symbol, *table.scaled}
+    for node in gm.graph.nodes:
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if name not in _ARITHMETIC or not isinstance(node.meta.get("example_value"), torch.Tensor):
+            continue
+        for value in (_example(argument) for argument in node.all_input_nodes):
+            if isinstance(value, torch.SymInt) and program.table.size(value).symbols & rows:
+                return Skip("padding-unsafe", f"{node.name} computes with the number of rows: {source_line(node)}")
+    return None
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
 def _conflict(program: Program, table: RoleTable, boundary_args: set[int]) -> Skip | None:
     """A symbol that counts two things cannot be padded."""
     if table.row_symbol < 0:
@@ -243,7 +270,8 @@ def _conflict(program: Program, table: RoleTable, boundary_args: set[int]) -> Sk
         shared = program.specs[arg].shape[0].symbols & rows
         if shared:
             name = program.table.names[next(iter(shared))]
-            return Skip("duck-shape", f"{name} is both the rows and the length of {program.arg_names[arg]}; trace with other sizes")
+            what = f"{name} is both the rows and the length of {program.arg_names[arg]}"
+            return Skip("duck-shape", f"{what}; trace with other sizes")
     for role in table.inputs:
         others = frozenset().union(*(s.symbols for d, s in enumerate(role.spec.shape) if d != role.dim), frozenset())
         counted = rows if role.role is not Role.FIXED else rows | set(table.segment_symbols)

@@ -185,7 +185,9 @@ class Runnable:
         fitting = [
             env
             for env in self.captures
-            if all(have >= need if i in segments else have == need for i, (have, need) in enumerate(zip(env, target, strict=True)))
+            if all(
+                have >= need if i in segments else have == need for i, (have, need) in enumerate(zip(env, target, strict=True))
+            )
         ]
         return self.captures[min(fitting, key=lambda env: sum(env[i] for i in segments))] if fitting else None
 
@@ -269,9 +271,7 @@ class Runnable:
             return None  # no smaller call exists, so nothing will be padded to this size
         nan = all(s.attention is not None and s.attention.op.isolates_nan for s in self.program.attention_steps)
         with torch.inference_mode(False), torch.no_grad():
-            return prove_garbage(
-                self.program, self.roles, made.inputs, smaller[0], smaller[1], made.replay_filled, nan=nan
-            )
+            return prove_garbage(self.program, self.roles, made.inputs, smaller[0], smaller[1], made.replay_filled, nan=nan)
 
     def _calls_for(self, env: Env, args: Sequence[Any]) -> dict[str, Callable[..., Any]]:
         """Statically compiled pieces where `compile_sizes` asks for them."""

@@ -29,6 +29,7 @@ class Size:
     function: Callable[[Env], int]
 
     def __call__(self, env: Env) -> int:
+        """The value under an environment."""
         return self.function(env)
 
     def __str__(self) -> str:
@@ -106,7 +107,7 @@ class SymbolTable:
         symbols = frozenset(self._index[symbol] for symbol in expr.free_symbols)
         source = compat.to_python(expr, {symbol: f"env[{self._index[symbol]}]" for symbol in expr.free_symbols})
         # The text comes from torch's own printer of integer expressions, never from a user.
-        function = eval(f"lambda env: {source}", {"math": math, "torch": torch, "max": max, "min": min})  # noqa: S307
+        function = eval(f"lambda env: {source}", {"math": math, "torch": torch, "max": max, "min": min})
         return Size(str(expr), symbols, function)
 
     def spec(self, value: torch.Tensor) -> TensorSpec:

@@ -43,7 +43,7 @@ class _Recorder(compat.DispatchMode):
     """Watches every ATen call of a fake run."""
 
     def __init__(self, facts: PieceFacts, inputs: dict[int, int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.facts, self.inputs, self.where = facts, inputs, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,0 +1,1 @@
+"""Runtime: images in, features out. Empty until the encoder manager arrives."""

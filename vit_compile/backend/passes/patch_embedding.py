@@ -129,7 +129,9 @@ def _rewrite(graph: fx.Graph, node: fx.Node, dims: int) -> int:
         if all(cells == 1 for cells in grid):
             rows = build.method("reshape", x, images, fan_in)
         else:
-            folded = build.method("reshape", x, images, channels, *(part for pair in zip(grid, kernel, strict=True) for part in pair))
+            folded = build.method(
+                "reshape", x, images, channels, *(part for pair in zip(grid, kernel, strict=True) for part in pair)
+            )
             # [N, C, G1, K1, G2, K2, ..] -> [N, G1, G2, .., C, K1, K2, ..]
             order = (0, *range(2, 2 * dims + 2, 2), 1, *range(3, 2 * dims + 2, 2))
             rows = build.method("reshape", build.method("permute", folded, *order), images, *grid, fan_in)
