@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def check_boundaries(offsets: list[int], rows: int, *, name: str = "cu_seqlens")
     """Raise `BoundariesError` unless the offsets start at 0, never decrease and end at `rows`."""
     if not offsets or offsets[0] != 0:
         raise BoundariesError(f"{name} starts at {offsets[0] if offsets else 'nothing'}: the first offset must be 0.")
-    for index, (before, after) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for index, (before, after) in enumerate(pairwise(offsets)):
         if after < before:
             raise BoundariesError(
                 f"{name} decreases from {before} to {after} at position {index + 1}: offsets are cumulative. Pad a fixed "

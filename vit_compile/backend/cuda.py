@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -76,10 +76,8 @@ class Recorder:
 
     def _abort(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a broken recording so that the stream can be used again."""
-        try:
+        with suppress(Exception):  # it reports its cause a second time here
             graph.capture_end()
-        except Exception:
-            pass
         self.abandon_pool()
 
     def before_replay(self) -> None:

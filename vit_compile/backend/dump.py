@@ -153,11 +153,13 @@ def _program_lines(runnable: Runnable) -> list[str]:
     budgets = ", ".join(f"{t} tokens = {options.rows(t)} rows" for t in options.token_budgets or ()) or "none: sizes as seen"
     pieces = runnable.library.pieces.values()
     count = sum(len(piece.users) for piece in pieces)
+    attention = len(program.attention_steps)
+    off = runnable.unsafe or roles.conflict or f"padding={options.padding!r}, budgets: {budgets}"
     lines = [
         f"- mode: {runnable.mode} (asked: {options.mode}); compiler: {options.compiler}; outputs: {options.outputs}",
         f"- budgets: {budgets}",
-        f"- steps: {len(program.steps)} = {count} pieces ({len(pieces)} distinct) + {len(program.attention_steps)} attention calls",
-        f"- padding: {'on, proved at capture' if runnable.may_pad else f'off ({runnable.unsafe or roles.conflict or options.padding})'}",
+        f"- steps: {len(program.steps)} = {count} pieces ({len(pieces)} distinct) + {attention} attention calls",
+        f"- padding: {'on, proved at capture' if runnable.may_pad else f'off ({off})'}",
         "",
         "### Pieces",
         "",

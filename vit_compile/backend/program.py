@@ -180,7 +180,8 @@ class Program:
 
 def run_piece(step: Step, values: Sequence[Any], call: Callable[..., Any] | None = None) -> list[Any]:
     """Run a step's compiled piece (or `call` in its place); one result for each of `step.outputs`."""
-    assert step.piece is not None and step.piece.call is not None, f"{step.name} is not compiled"
+    assert step.piece is not None, f"{step.name} is an attention call"
+    assert step.piece.call is not None, f"{step.name} is not compiled"
     results = (call or step.piece.call)(*values)
     return [results[index] for index in step.results]
 
@@ -263,7 +264,7 @@ class Builder:
         child = self.split.module.get_submodule(name)
         assert isinstance(child, fx.GraphModule), f"{name} is not a graph"
         inputs = tuple(self._ref(arg) for arg in node.args if isinstance(arg, fx.Node))
-        assert len(inputs) == len(node.args) and not node.kwargs, f"{name} takes constants"
+        assert len(inputs) == len(node.args), f"{name} takes constants"
         kept = _tensor_results(node, child)
         if not kept:
             return  # only integers come out, and those are evaluated, not computed

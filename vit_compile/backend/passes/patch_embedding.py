@@ -35,6 +35,7 @@ class PatchEmbeddingGemm:
     name = "patch_embedding_gemm"
 
     def __call__(self, gm: fx.GraphModule) -> int:
+        """Rewrite `gm` in place; the number of rewritten convolutions."""
         nodes = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in _CONVOLUTIONS]
         return sum(_rewrite(gm.graph, node, _CONVOLUTIONS[node.target]) for node in nodes)
 
