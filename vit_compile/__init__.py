@@ -1,18 +1,40 @@
 """Vision encoders at CUDA-graph replay speed, for any mix of image sizes, with the same numbers as eager.
 
 `torch.compile(model, backend="vit_cudagraph", options={...})` needs no import of this package; the names below are for
-warming up, watching and building budgets.
+warming up, watching and building budgets. They are loaded on first use, so that importing the package is quick.
 """
 
-from vit_compile import errors
-from vit_compile.attention import varlen as _varlen
-from vit_compile.backend.runnable import clear
-from vit_compile.backend.warmup import WarmupReport, warmup
-from vit_compile.options import BackendOptions
-from vit_compile.planning import budgets
-from vit_compile.stats import SKIP_CODES, CallRecord, Skip, counters, last_call
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vit_compile import errors
+    from vit_compile.attention.varlen import varlen_attention
+    from vit_compile.backend.runnable import clear
+    from vit_compile.backend.warmup import WarmupReport, warmup
+    from vit_compile.options import BackendOptions
+    from vit_compile.planning import budgets
+    from vit_compile.stats import SKIP_CODES, CallRecord, Skip, counters, last_call
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "SKIP_CODES": "vit_compile.stats",
+    "BackendOptions": "vit_compile.options",
+    "CallRecord": "vit_compile.stats",
+    "Skip": "vit_compile.stats",
+    "WarmupReport": "vit_compile.backend.warmup",
+    "budgets": "vit_compile.planning",
+    "clear": "vit_compile.backend.runnable",
+    "counters": "vit_compile.stats",
+    "errors": "vit_compile",
+    "last_call": "vit_compile.stats",
+    "varlen_attention": "vit_compile.attention.varlen",
+    "warmup": "vit_compile.backend.warmup",
+}
+
 __all__ = [
     "SKIP_CODES",
     "BackendOptions",
@@ -24,7 +46,18 @@ __all__ = [
     "counters",
     "errors",
     "last_call",
+    "varlen_attention",
     "warmup",
 ]
 
-del _varlen  # imported so that the op exists
+
+def __getattr__(name: str) -> Any:
+    if name in ("errors", "budgets"):
+        return import_module(f"{_HOMES[name]}.{name}")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'vit_compile' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

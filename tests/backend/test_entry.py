@@ -480,7 +480,7 @@ def test_full_mode_says_which_op_forbids_it() -> None:
 
 
 def test_auto_mode_chooses_by_the_ops() -> None:
-    """"auto" is full where every attention op allows it, else piecewise, without a skip."""
+    """ "auto" is full where every attention op allows it, else piecewise, without a skip."""
     args = packed([5, 3], make=wide_rows)
     call(compiled(norm_view_tower(depth=1), token_budgets=BUDGETS), *args)
     record = vit_compile.last_call()

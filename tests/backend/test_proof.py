@@ -95,7 +95,7 @@ MIXERS: dict[str, Mixer] = {
     "mean square": lambda x, cu: x * x.square().mean(),
     "layer norm over rows": lambda x, cu: (x - x.mean(0)) / (x.std(0) + 1),
     "count": lambda x, cu: x * x.shape[0],
-    "positions from the count": lambda x, cu: x + torch.linspace(0, 1, x.shape[0])[:, None],
+    "positions from the count": lambda x, cu: x + torch.arange(x.shape[0])[:, None] / x.shape[0],
     "count of segments": lambda x, cu: x * cu.shape[0],
     "matrix of all rows": lambda x, cu: x @ (x.T @ x),
     "sort": lambda x, cu: x.sort(0).values,
@@ -246,9 +246,9 @@ def test_the_count_trial_passes_a_tower_that_keeps_rows_apart() -> None:
     assert prove_count(found.program, found.roles, args, env) is None
 
 
-@pytest.mark.parametrize("factor", [1e-4, 1e-5])
+@pytest.mark.parametrize("factor", [1e-2, 1e-3, 1e-4])
 def test_small_dependence_on_the_count_is_found_in_float32(factor: float) -> None:
-    """Numbers far above rounding that follow the row count are not let through."""
+    """Numbers above the rounding of another kernel that follow the row count are not let through."""
 
     def model(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         return counting_attention(x * (1 + factor * x.shape[0]), cu_seqlens, BOUND)

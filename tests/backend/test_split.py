@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from tests.backend.common import BOUND, BUDGETS, call, compiled, dynamic, packed, traced, wide_rows
 from tests.towers import COUNTING_CALLS, COUNTING_NAME, counting_attention, norm_view_tower, toy_tower
 from vit_compile import counters
+from vit_compile.backend import split as split_module
 from vit_compile.backend.split import Split, attention_nodes, op_names, split
+from vit_compile.errors import SplitError
 
 
 def attention_calls(cut: Split) -> dict[str, int]:
@@ -143,6 +145,21 @@ def test_splitting_leaves_the_graphs_meaning() -> None:
     want = found.gm.forward(*args)
     got = split(found.gm, (COUNTING_NAME,)).module(*args)
     assert torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("lone", [True, False])
+def test_attention_left_inside_a_piece_is_an_error(lone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut that leaves attention in a piece, or two calls in one part, is never used (hazard 11)."""
+
+    def twice(x: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
+        y = counting_attention(x, cu_seqlens, max_seqlen)
+        return counting_attention(y if lone else y + 1, cu_seqlens, max_seqlen)
+
+    found = traced(twice, *dynamic(packed([5, 3], bound=BOUND)))
+    calls = [node for node in found.gm.graph.nodes if node.op not in ("placeholder", "output")]
+    monkeypatch.setattr(split_module, "_partition", lambda graph, attention: dict.fromkeys(calls, 0))
+    with pytest.raises(SplitError, match="attention op"):
+        split(found.gm, (COUNTING_NAME,))
 
 
 def qkv(rows: int = 8, heads: int = 2, dim: int = 8) -> list[torch.Tensor]:

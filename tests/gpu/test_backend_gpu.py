@@ -368,6 +368,37 @@ def test_memory_comes_back(mode: str) -> None:
         assert relative(compiled(*call), tower(*call)) < TOLERANCE[torch.bfloat16]
 
 
+def test_captures_that_die_with_their_trace_leave_a_usable_pool() -> None:
+    """When torch.compile forgets a trace its captures go, and the same weights can be captured again."""
+    tower = norm_view(torch.float32)
+    call = inputs([10, 6], torch.float32)
+    with torch.no_grad():
+        for mode in ("full", "piecewise", "full"):
+            torch.compiler.reset()
+            gc.collect()
+            compiled = torch.compile(tower, backend="vit_cudagraph", options=options(mode))
+            for _ in range(2):
+                assert relative(compiled(*call), tower(*call)) < TOLERANCE[torch.float32]
+    assert vit_compile.counters.captures == 3
+    assert not vit_compile.counters.skips
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise"])
+def test_memory_does_not_grow_with_depth(mode: str) -> None:
+    """Layers reuse each other's pool memory: a capture of 16 layers takes less than twice that of 4 (hazards 28 and 29)."""
+    taken = []
+    for depth in (4, 16):
+        torch.compiler.reset()
+        vit_compile.clear()
+        tower = norm_view(torch.bfloat16, depth)
+        compiled = torch.compile(tower, backend="vit_cudagraph", options=options(mode, token_budgets=[1 << 16]))
+        with torch.no_grad():
+            report = vit_compile.warmup(compiled, *inputs([20], torch.bfloat16), progress=False)
+        assert report.captures
+        taken.append(report.nbytes)
+    assert taken[1] < 2 * taken[0], taken
+
+
 def test_clearing_one_encoder_while_another_replays() -> None:
     """Destroying an encoder's graphs leaves those of another intact (hazard 35)."""
     first, second = norm_view(torch.float32), norm_view(torch.float32)

@@ -7,6 +7,7 @@ everything but recording itself is the same everywhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,15 @@ from vit_compile.backend.roles import RoleTable
 from vit_compile.backend.sizes import Env
 
 WARMUP_RUNS = 2
+
+
+def size_label(program: Program, roles: RoleTable, env: Env) -> str:
+    """An environment in a user's words: the rows, or the shape of the largest input where there is no row dimension."""
+    rows = roles.rows(env)
+    if rows is not None:
+        return f"{rows} rows"
+    shapes = [role.spec.sizes(env) for role in roles.inputs]
+    return "x".join(map(str, max(shapes, key=math.prod))) if shapes else "no inputs"
 
 
 class Capture:
@@ -39,8 +49,7 @@ class Capture:
     @property
     def label(self) -> str:
         """Name of the capture in tables and dumps."""
-        rows = self.roles.rows(self.env)
-        return f"{self.mode} {rows} rows" if rows is not None else f"{self.mode} {self.program.table.describe(self.env)}"
+        return f"{self.mode} {size_label(self.program, self.roles, self.env)}"
 
     def record(self, args: Sequence[Any]) -> None:
         """Warm up and record, with a call's arguments as data."""

@@ -5,6 +5,7 @@ Only torch's public `CUDAGraph` is used. Recording never leaves a stream in capt
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,18 +28,32 @@ class Recorder:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
+        self._anchor: torch.cuda.CUDAGraph | None = None
         self.last_replay: torch.cuda.Event | None = None
 
     @property
     def pool(self) -> Any:
-        """The memory pool shared by all graphs of this encoder."""
+        """The memory pool shared by all graphs of this encoder; asked for inside a `session`.
+
+        A pool dies with its last graph and cannot be used again, so a graph of its own keeps it alive.
+        """
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+            pool = torch.cuda.graph_pool_handle()
+            with torch.inference_mode(False), torch.no_grad():
+                scratch = torch.zeros(1, device=self.device)
+            anchor = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize(self.device)
+            anchor.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                scratch.add_(1)
+            finally:
+                anchor.capture_end()
+            self._pool, self._anchor = pool, anchor
         return self._pool
 
     def abandon_pool(self) -> None:
         """Take a new pool for later recordings; graphs recorded so far keep theirs."""
-        self._pool = None
+        self._pool = self._anchor = None
 
     @contextmanager
     def session(self) -> Iterator[torch.cuda.Stream]:
@@ -61,16 +76,17 @@ class Recorder:
             The graph (None when no kernel was launched) and the function's result, whose tensors live in the pool.
         """
         graph = torch.cuda.CUDAGraph()
-        with _recording, warnings.catch_warnings(record=True) as caught:
+        with _recording, _no_garbage_collection(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            pool = self.pool
             torch.cuda.synchronize(self.device)
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 result = function()
+                graph.capture_end()
             except BaseException:
                 self._abort(graph)
                 raise
-            graph.capture_end()
         empty = any("graph is empty" in str(w.message).lower() for w in caught)
         return (None if empty else graph), result
 
@@ -90,6 +106,18 @@ class Recorder:
         if self.last_replay is None:
             self.last_replay = torch.cuda.Event()
         self.last_replay.record(torch.cuda.current_stream(self.device))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep the collector away: a graph or tensor that it destroys in the middle of a recording invalidates it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Unowned:

@@ -54,14 +54,18 @@ class Encoder:
             return Skip("max-graph-bytes", f"captures take {self.nbytes} bytes; max_graph_bytes={max_graph_bytes}")
         return None
 
+    def start_afresh_if_empty(self) -> None:
+        """Give back the pool of captures that went with their graphs, before it is used again."""
+        if self.recorder is not None and not self.captures():
+            self.recorder.abandon_pool()
+
     def drop(self, owner: Owner, targets: Sequence[Env]) -> None:
         """Forget captures of one graph; their memory goes back to the pool, and to the device with the last of them."""
         if self.recorder is not None and targets:
             torch.cuda.synchronize(self.device)
         for target in targets:
             owner.captures.pop(target, None)
-        if self.recorder is not None and not self.captures():
-            self.recorder.abandon_pool()
+        self.start_afresh_if_empty()
 
     def clear(self) -> None:
         """Forget all captures and failures."""

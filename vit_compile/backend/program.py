@@ -193,22 +193,30 @@ def attend(step: Step, values: Sequence[Any], env: Env, *, covering_bounds: bool
     if step.piece is not None:
         return run_piece(step, values)
 
-    def resolve(template: Any) -> Any:
-        if isinstance(template, Ref):
-            return values[template.slot] if template.size is None else template.size(env)
-        if isinstance(template, Bound):
-            return template.covering(attention.query_rows(env)) if covering_bounds else template.real(env)
-        if isinstance(template, tuple | list):
-            return type(template)(resolve(item) for item in template)
-        return template
-
-    result = attention.target(*resolve(attention.args), **{k: resolve(v) for k, v in attention.kwargs.items()})
+    covered = attention.query_rows(env) if covering_bounds else None
+    args = _resolve(attention.args, values, env, covered)
+    kwargs = {name: _resolve(value, values, env, covered) for name, value in attention.kwargs.items()}
+    result = attention.target(*args, **kwargs)
     if covering_bounds and attention.boundaries and attention.op.name != "vit_compile::varlen_attention":
         first = result if isinstance(result, torch.Tensor) else result[0]
         boundaries = next(values[i] for i, ref in enumerate(step.inputs) if ref.slot == attention.boundaries[0])
         if first.dim() == 3:
             (zero_tail_ if first.is_contiguous() else zero_tail_in_torch_)(first, boundaries)
     return [result if index is None else result[index] for index in attention.results]
+
+
+def _resolve(template: Any, values: Sequence[Any], env: Env, covered: int | None) -> Any:
+    """A call's argument from its template; `covered`: rows that the bound must cover, None for the caller's bound.
+
+    Not a closure: one that calls itself is a reference cycle, which would keep every q, k and v of a chain alive.
+    """
+    if isinstance(template, Ref):
+        return values[template.slot] if template.size is None else template.size(env)
+    if isinstance(template, Bound):
+        return template.real(env) if covered is None else template.covering(covered)
+    if isinstance(template, tuple | list):
+        return type(template)([_resolve(item, values, env, covered) for item in template])
+    return template
 
 
 class Builder:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vit_compile.backend.capture import Capture, FullCapture, PiecewiseCapture
+from vit_compile.backend.capture import Capture, FullCapture, PiecewiseCapture, size_label
 from vit_compile.backend.checks import check_call, device_of
 from vit_compile.backend.encoder import Encoder, encoder_of
 from vit_compile.backend.padding import overlaps, padded_env
@@ -206,6 +206,7 @@ class Runnable:
             if unsafe is not None:
                 return self._padding_is_off(unsafe)
             self._count_proved = True
+        encoder.start_afresh_if_empty()
         made = self._record(encoder, target, args)
         if isinstance(made, Skip):
             self.failures[target] = made
@@ -230,8 +231,7 @@ class Runnable:
     def _record(self, encoder: Encoder, target: Env, args: Sequence[Any]) -> Capture | Skip:
         started = time.perf_counter()
         kind = FullCapture if self.mode == "full" else PiecewiseCapture
-        rows = self.roles.rows(target)
-        label = f"{rows} rows" if rows is not None else self.program.table.describe(target)
+        label = size_label(self.program, self.roles, target)
         try:
             made = self._record_twice(kind, encoder, target, args)
         except torch.OutOfMemoryError as error:
@@ -260,7 +260,7 @@ class Runnable:
                 except RuntimeError as error:
                     if encoder.recorder is None or attempt == 2:
                         raise
-                    logger.info("capture failed, trying once more: %s", error)
+                    logger.warning("capture of %s failed, trying once more: %s", made.label, (str(error).splitlines() or [""])[0])
         raise AssertionError("two attempts end in a return or an error")
 
     def _prove(self, made: Capture, args: Sequence[Any], env: Env) -> Skip | None:
