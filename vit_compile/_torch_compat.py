@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -39,14 +40,15 @@ __all__ = [
     "compile_inductor_piece",
     "compile_plain",
     "fake_mode_of",
-    "generated_files",
     "guard_expressions",
     "is_static_input",
     "make_floats_constant",
     "mark_dynamic",
+    "noting_generated_files",
     "on_bytecode",
     "running_fake",
     "size_hint",
+    "symbolic_ints",
     "sympy_expr",
     "to_python",
     "tracing_under",
@@ -207,11 +209,31 @@ def compile_plain(gm: fx.GraphModule, example_inputs: Sequence[Any], compiler: s
     return compiled
 
 
-def generated_files() -> set[str]:
-    """Paths of the Python modules that Inductor has generated in this process so far."""
+@contextmanager
+def noting_generated_files() -> Iterator[set[str]]:
+    """Collect the paths of the Python modules that Inductor generates or takes from its cache (`PyCodeCache`)."""
     from torch._inductor.codecache import PyCodeCache
 
-    return {str(module.__file__) for module in PyCodeCache.modules if getattr(module, "__file__", None)}
+    found: set[str] = set()
+    load = PyCodeCache.load_by_key_path
+
+    def noting(key: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        found.add(path)
+        return load(key, path, *args, **kwargs)
+
+    with mock.patch.object(PyCodeCache, "load_by_key_path", noting):
+        yield found
+
+
+@contextmanager
+def symbolic_ints(pattern: str) -> Iterator[None]:
+    """Trace Python integers whose source matches a regular expression as symbols from the first call on."""
+    before = torch.compiler.config.dynamic_sources
+    torch.compiler.config.dynamic_sources = f"{before},{pattern}" if before else pattern
+    try:
+        yield
+    finally:
+        torch.compiler.config.dynamic_sources = before
 
 
 def on_bytecode(hook: Callable[[CodeType, CodeType], None]) -> Callable[[], None]:

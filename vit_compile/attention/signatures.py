@@ -93,4 +93,5 @@ def from_schema(name: str, argument_names: Iterable[str]) -> AttentionOp:
 
 
 def _plain(name: str) -> str:
-    return name.removeprefix("higher_order::").split(".")[0]
+    name = name.removeprefix("higher_order::")
+    return name.split(".")[0] if "::" in name else name

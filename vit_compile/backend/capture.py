@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from vit_compile.backend.cuda import Recorder, check_recorded, reserved_bytes, unowned
-from vit_compile.backend.padding import StaticInputs
+from vit_compile.backend.padding import StaticInputs, trim
 from vit_compile.backend.program import Program, Step, attend, run_piece
-from vit_compile.backend.proof import trim
 from vit_compile.backend.roles import RoleTable
 from vit_compile.backend.sizes import Env
 
 WARMUP_RUNS = 2
+Watch: TypeAlias = Callable[[Step, list[Any]], None]
 
 
 def size_label(program: Program, roles: RoleTable, env: Env) -> str:
@@ -43,6 +43,7 @@ class Capture:
         self.program, self.roles, self.env, self.recorder, self.calls = program, roles, env, recorder, calls
         self.inputs = StaticInputs(program, roles, env)
         self.weight_pointers: tuple[int, ...] = ()
+        self.prepared = False
         self.nbytes = 0
         self.milliseconds = 0.0
 
@@ -55,13 +56,25 @@ class Capture:
         """Warm up and record, with a call's arguments as data."""
         raise NotImplementedError
 
+    def replay_unrecorded(self, args: Sequence[Any], env: Env, watch: Watch | None = None) -> list[Any]:
+        """Serve a call step by step on the static inputs, without a recording: what the proofs need. Made on first use."""
+        assert self.recorder is None, "only a capture without a recorder runs unrecorded"
+        if not self.prepared:
+            self.record(args)
+            self.prepared = True
+        self.inputs.fill(args)
+        return self.replay_filled(self.inputs.substitute(args), env, watch)
+
     def replay(self, args: Sequence[Any], env: Env) -> list[Any]:
         """Serve a call whose real sizes are `env`: padded values, one per graph output."""
         self.inputs.fill(args)
         return self.replay_filled(self.inputs.substitute(args), env)
 
-    def replay_filled(self, args: list[Any], env: Env) -> list[Any]:
-        """Replay on the buffers as they are; `args` are the substituted arguments."""
+    def replay_filled(self, args: list[Any], env: Env, watch: Watch | None = None) -> list[Any]:
+        """Replay on the buffers as they are; `args` are the substituted arguments.
+
+        `watch` is called after each step with the slots, where steps run one by one (off CUDA).
+        """
         raise NotImplementedError
 
 
@@ -75,8 +88,8 @@ class FullCapture(Capture):
         self.graph: torch.cuda.CUDAGraph | None = None
         self.values: list[Any] = []
 
-    def _run(self, args: list[Any]) -> list[Any]:
-        return self.program.run(args, self.env, covering_bounds=True, calls=self.calls)
+    def _run(self, args: list[Any], watch: Watch | None = None) -> list[Any]:
+        return self.program.run(args, self.env, covering_bounds=True, calls=self.calls, watch=watch)
 
     def record(self, args: Sequence[Any]) -> None:
         """See `Capture.record`."""
@@ -95,10 +108,10 @@ class FullCapture(Capture):
         self.nbytes += max(0, reserved_bytes(self.recorder.device) - before)
         self.values = [unowned(v) if isinstance(v, torch.Tensor) else v for v in values]
 
-    def replay_filled(self, args: list[Any], env: Env) -> list[Any]:
+    def replay_filled(self, args: list[Any], env: Env, watch: Watch | None = None) -> list[Any]:
         """See `Capture.replay_filled`; `env` makes no difference to the whole chain."""
         if self.graph is None:
-            return self._run(args)
+            return self._run(args, watch)
         self.graph.replay()
         return self.values
 
@@ -112,7 +125,7 @@ class PiecewiseCapture(Capture):
         super().__init__(*args, **kwargs)
         self.graphs: dict[str, torch.cuda.CUDAGraph | None] = {}
         self.views: dict[int, torch.Tensor] = {}
-        self.results = _ResultBuffers()
+        self.results = _ResultBuffers(_written_slots(self.program))
         self.recorded = False
 
     def record(self, args: Sequence[Any]) -> None:
@@ -141,7 +154,10 @@ class PiecewiseCapture(Capture):
                 outputs = self._record_piece(step, values)
             for slot, value in zip(step.outputs, outputs, strict=True):
                 slots[slot] = value
-                self.views[slot] = value if step.attention is not None else unowned(value)
+                if step.attention is not None:
+                    self.views[slot] = value
+                elif self.recorder is not None:
+                    self.views[slot] = unowned(value)
             del values, outputs
             for slot in step.release:
                 slots[slot] = None
@@ -162,7 +178,7 @@ class PiecewiseCapture(Capture):
     def _values(self, step: Step, slots: Sequence[Any]) -> list[Any]:
         return [slots[ref.slot] if ref.size is None else ref.size(self.env) for ref in step.inputs]
 
-    def replay_filled(self, args: list[Any], env: Env) -> list[Any]:
+    def replay_filled(self, args: list[Any], env: Env, watch: Watch | None = None) -> list[Any]:
         """See `Capture.replay_filled`; attention sees the real rows that `env` says."""
         slots: list[Any] = [*args, *([None] * (self.program.n_slots - len(args)))]
         for slot, view in self.views.items():
@@ -178,6 +194,8 @@ class PiecewiseCapture(Capture):
                 graph = self.graphs[step.name]
                 if graph is not None:
                     graph.replay()
+            if watch is not None:
+                watch(step, slots)
         return self.program.results(slots, self.env)
 
     def _attend(self, step: Step, slots: list[Any], env: Env) -> None:
@@ -196,7 +214,9 @@ class PiecewiseCapture(Capture):
 class _ResultBuffers:
     """Static homes for attention results between graphs. Rows past the real ones are zero or become zero again."""
 
-    def __init__(self) -> None:
+    def __init__(self, written: frozenset[int]) -> None:
+        self.written = written
+        """Slots that a piece writes into: their padding is reset every time, or it would grow from call to call."""
         self.buffers: dict[int, torch.Tensor] = {}
         self.nbytes = 0
         self._free: dict[tuple[Any, ...], list[torch.Tensor]] = {}
@@ -231,7 +251,13 @@ class _ResultBuffers:
             if used > size:
                 buffer.narrow(dim, size, used - size).zero_()
         trim(buffer, real).copy_(value)
-        self._dirty[id(buffer)] = real
+        self._dirty[id(buffer)] = tuple(buffer.shape) if slot in self.written else real
+
+
+def _written_slots(program: Program) -> frozenset[int]:
+    """Slots that some piece writes into, themselves or through a view."""
+    slots = {step.inputs[position].slot for step in program.steps for position in step.facts.mutated_inputs}
+    return frozenset(slots | {program.roots[slot] for slot in slots if slot in program.roots})
 
 
 def _only_views(outputs: Sequence[Any], values: Sequence[Any]) -> bool:

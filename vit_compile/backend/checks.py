@@ -21,10 +21,10 @@ def check_call(roles: RoleTable, args: Sequence[Any], env: Env, *, read_device: 
     """
     for role in roles.inputs:
         value = args[role.arg]
-        if value.dtype != role.spec.dtype or value.device.type != role.spec.device.type or value.dim() != len(role.spec.shape):
+        if value.dtype != role.spec.dtype or value.device.type != role.spec.device.type or not _fits(value.shape, role.fixed):
             raise InputMismatchError(
-                f"{role.name} is {value.dtype} with {value.dim()} dimensions on {value.device}, but the graph was traced for "
-                f"{role.spec.dtype} with {len(role.spec.shape)} on {role.spec.device}: convert it, or compile the model anew."
+                f"{role.name} is {value.dtype} {list(value.shape)} on {value.device}, but the graph was traced for {role.spec}: "
+                "convert it, or compile the model anew."
             )
     for arg, calls in roles.boundary_calls.items():
         value = args[arg]
@@ -32,6 +32,11 @@ def check_call(roles: RoleTable, args: Sequence[Any], env: Env, *, read_device: 
             check_boundaries(value.tolist(), roles.boundary_rows(arg, env), name=_name(roles, arg))
             longest = int((value[1:] - value[:-1]).max()) if value.numel() > 1 else 0
             check_bounds(longest, calls, env, name=_name(roles, arg))
+
+
+def _fits(shape: torch.Size, fixed: tuple[int, ...]) -> bool:
+    """Has a shape the traced number of dimensions and the traced sizes (-1: any)?"""
+    return len(shape) == len(fixed) and all(want in (-1, have) for have, want in zip(shape, fixed, strict=True))
 
 
 def _name(roles: RoleTable, arg: int) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import shutil
 import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -22,7 +24,8 @@ from vit_compile.stats import Skip, counters
 
 if TYPE_CHECKING:
     from vit_compile.backend.passes import PassReport
-    from vit_compile.backend.runnable import PlainRunnable, Runnable
+    from vit_compile.backend.plain import PlainRunnable
+    from vit_compile.backend.runnable import Runnable
 
 _lock = threading.Lock()
 _folders: dict[str, Folder] = {}
@@ -51,7 +54,8 @@ class Dump:
     def __init__(self, path: Path | None, folder: Folder | None = None) -> None:
         self.path, self.folder = path, folder
         self.lines: list[str] = []
-        self.runnable: Runnable | PlainRunnable | None = None
+        self._runnable: Callable[[], Runnable | PlainRunnable | None] = lambda: None
+        self._page = ""
         self.bytecode: list[str] = []
 
     @classmethod
@@ -93,14 +97,14 @@ class Dump:
 
     def plain(self, runnable: PlainRunnable) -> None:
         """This graph went to the plain compiler."""
-        self.runnable = runnable
+        self._runnable = weakref.ref(runnable)
         if self.path is not None:
             runnable.report.on_change = self.write_index
             self.write_index()
 
     def program(self, runnable: Runnable, cut: Split, skips: list[Skip]) -> None:
         """Write the cut, the pieces, their roles and the generated code."""
-        self.runnable = runnable
+        self._runnable = weakref.ref(runnable)
         if self.path is None:
             return
         for skip in skips:
@@ -115,12 +119,19 @@ class Dump:
         runnable.report.on_change = self.write_index
         self.write_index()
 
+    def page(self) -> str:
+        """This graph's part of the index; the last one known once the graph is gone."""
+        runnable = self._runnable()
+        if runnable is not None or not self._page:
+            self._page = _page(self, runnable)
+        return self._page
+
     def write_index(self) -> None:
         """Write the folder's page again."""
         if self.folder is None:
             return
         with _lock:
-            pages = [_page(dump) for dump in self.folder.graphs]
+            pages = [dump.page() for dump in self.folder.graphs]
             (self.folder.path / "index.md").write_text("# What vit_compile did\n\n" + "\n".join([*pages, _counts()]))
 
 
@@ -129,10 +140,9 @@ def _counts() -> str:
     return "\n".join(["## Counters of this process", "", "| counter | value |", "|---|---|", *rows, ""])
 
 
-def _page(dump: Dump) -> str:
+def _page(dump: Dump, runnable: Runnable | PlainRunnable | None) -> str:
     assert dump.path is not None, "only dumps with a folder are listed"
     lines = [f"## {dump.path.name}", "", *[f"- {line}" for line in dump.lines]]
-    runnable = dump.runnable
     if runnable is None:
         return "\n".join([*lines, "- tracing or compiling did not finish", ""])
     if hasattr(runnable, "program"):

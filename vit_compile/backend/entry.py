@@ -17,8 +17,9 @@ from vit_compile import _torch_compat as compat
 from vit_compile.backend import passes, roles
 from vit_compile.backend.dump import Dump
 from vit_compile.backend.pieces import PieceLibrary
+from vit_compile.backend.plain import PlainRunnable, Refusal
 from vit_compile.backend.program import Builder, Program, UnsupportedValueError
-from vit_compile.backend.runnable import PlainRunnable, Refusal, Runnable
+from vit_compile.backend.runnable import Runnable
 from vit_compile.backend.sizes import SymbolTable
 from vit_compile.backend.split import Split, split
 from vit_compile.backend.survey import source_line
@@ -72,13 +73,15 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backend
     plain = _plain_reason(gm)
     if plain is not None:
         return _plain(gm, example_inputs, plain, options, dump)
-    gm.graph.eliminate_dead_code()
     for name in passes.selected(options.passes):
         report = passes.run_pass(gm, name)
         dump.graph_pass(report, gm)
     table = SymbolTable(gm)
-    if table.unreadable:
-        skip = Skip("unsupported-value", f"no input carries the size {', '.join(table.unreadable)} by itself")
+    if table.unreadable or table.mode is None:
+        what = (
+            f"no input carries the size {', '.join(table.unreadable)} by itself" if table.unreadable else "no input is a tensor"
+        )
+        skip = Skip("unsupported-value", what)
         return _plain(gm, example_inputs, skip, options, dump)
     cut = split(gm, options.splitting_ops)
     library = PieceLibrary(options.compiler, table.mode)
@@ -86,7 +89,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backend
         program = Builder(cut, table, library).build()
     except UnsupportedValueError as error:
         return _plain(gm, example_inputs, Skip("unsupported-value", str(error)), options, dump)
-    forbidden = _forbidden(program, library)
+    forbidden = _forbidden(program)
     if forbidden is not None:
         return _plain(gm, example_inputs, forbidden, options, dump)
     for skip in cut.skips:
@@ -97,7 +100,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backend
     chosen, mode_skip = _mode(options.mode, cut)
     if mode_skip is not None:
         report_skip(mode_skip, strict=options.strict)
-    runnable = Runnable(program, role_table, library, options, chosen, _never(library))
+    runnable = Runnable(program, role_table, library, options, chosen, _never(program))
     dump.program(runnable, cut, [*cut.skips, *([mode_skip] if mode_skip else [])])
     return runnable
 
@@ -124,25 +127,25 @@ def _plain_reason(gm: fx.GraphModule) -> Skip | None:
     return None
 
 
-def _forbidden(program: Program, library: PieceLibrary) -> Skip | None:
-    """A fact about a piece that rules out replays altogether."""
-    for piece in library.pieces.values():
-        if piece.facts.random:
-            return Skip("rng", piece.facts.random[0])
-        if piece.facts.host_reads:
-            return Skip("host-read", piece.facts.host_reads[0])
+def _forbidden(program: Program) -> Skip | None:
+    """A fact about a step that rules out replays altogether."""
     for step in program.steps:
-        for position in step.piece.facts.mutated_inputs if step.piece is not None else ():
-            slot = step.inputs[position].slot
+        if step.facts.random:
+            return Skip("rng", step.facts.random[0])
+        if step.facts.host_reads:
+            return Skip("host-read", step.facts.host_reads[0])
+    for step in program.steps:
+        for position in step.facts.mutated_inputs:
+            slot = program.roots.get(step.inputs[position].slot, step.inputs[position].slot)
             if 0 <= slot < len(program.arg_names):
                 return Skip("input-mutation", f"{step.name} writes into {program.arg_names[slot]}")
     return None
 
 
-def _never(library: PieceLibrary) -> Skip | None:
-    for piece in library.pieces.values():
-        if piece.facts.copies:
-            return Skip("host-device-copy", piece.facts.copies[0])
+def _never(program: Program) -> Skip | None:
+    for step in program.steps:
+        if step.facts.copies:
+            return Skip("host-device-copy", step.facts.copies[0])
     return None
 
 
@@ -150,7 +153,7 @@ def _mode(asked: str, cut: Split) -> tuple[str, Skip | None]:
     """The mode for this graph, and why it is not the one that was asked for."""
     if asked in ("none", "piecewise"):
         return asked, None
-    planning = sorted({op.name for op in cut.attention.values() if not op.full_capture})
+    planning = sorted({child.op.name for child in cut.attention.values() if not child.op.full_capture})
     if not planning:
         return "full", None
     skip = Skip("attention-forbids-full", f"{', '.join(planning)}; piecewise instead") if asked == "full" else None
@@ -159,5 +162,4 @@ def _mode(asked: str, cut: Split) -> tuple[str, Skip | None]:
 
 def _example_env(gm: fx.GraphModule, table: SymbolTable) -> tuple[int, ...]:
     """The sizes with which the graph was traced."""
-    assert table.mode is not None or not table.symbols, "symbols without a fake mode"
     return tuple(compat.size_hint(table.mode, symbol) for symbol in table.symbols)

@@ -30,14 +30,18 @@ def segment_capacity(segments: int) -> int:
     return max(MIN_SEGMENTS, 1 << max(0, segments - 1).bit_length())
 
 
-def padded_env(program: Program, roles: RoleTable, env: Env, rows: int, *, pad_segments: bool) -> Env | Skip:
+def padded_env(
+    program: Program, roles: RoleTable, env: Env, rows: int, *, pad_segments: bool, min_segments: int = 0
+) -> Env | Skip:
     """The environment of a capture for `rows` rows that can serve a call with environment `env`.
 
-    Symbols that only bound segments are set to 0, since a capture's bound covers every layout.
+    Args:
+        env: sizes of the call.
+        rows: rows of the capture; at least those of the call, but for `cut`.
+        pad_segments: leave room for more segments than the call has.
+        min_segments: and at least for so many.
     """
     target = list(env)
-    for symbol in roles.bound_symbols:
-        target[symbol] = 0
     if roles.row_symbol >= 0:
         real = env[roles.row_symbol]
         target[roles.row_symbol] = rows
@@ -47,13 +51,30 @@ def padded_env(program: Program, roles: RoleTable, env: Env, rows: int, *, pad_s
             if rows * numerator % denominator:
                 return Skip("guard-forbids-size", f"{rows} rows are not a multiple of {denominator}")
             target[symbol] = rows * numerator // denominator
+    _pad_bounds(roles, env, target)
     if pad_segments:
         for symbol, (base, difference) in roles.segment_symbols.items():
             if env[symbol] != env[base] + difference:
                 return Skip("row-scale-changed", f"{program.table.names[symbol]} = {env[symbol]} for {env[base] - 1} segments")
-            least = _least_segments(roles, base, tuple(target))
-            target[symbol] = segment_capacity(max(env[base] - 1, least)) + 1 + difference
+            least = max(env[base] - 1, min_segments, _least_segments(roles, base, tuple(target)))
+            # A per-segment input gets one neutral row more than there are segments: rows past the last boundary belong to
+            # "the segment after the last" for models that look segments up by row.
+            target[symbol] = segment_capacity(least) + 1
     return tuple(target)
+
+
+def _pad_bounds(roles: RoleTable, env: Env, target: list[int]) -> None:
+    """Symbolic bounds of a capture: the whole capture where the call's bound is as long as the call, else a power of two.
+
+    A window's bound stays tight that way, and one capture serves images of any length.
+    """
+    for calls in roles.boundary_calls.values():
+        for call in calls:
+            for bound in call.bounds:
+                for symbol in bound.size.symbols & roles.bound_symbols if bound.size is not None else ():
+                    given = env[symbol]
+                    whole = 2 * given > call.query_rows(env)
+                    target[symbol] = call.query_rows(tuple(target)) if whole else 1 << (given - 1).bit_length()
 
 
 def _least_segments(roles: RoleTable, base: int, target: Env) -> int:
@@ -137,6 +158,14 @@ class StaticInputs:
         for buffer in self.buffers:
             real, buffer.dirty = buffer.dirty, -1
             _reset_tail(buffer, real)
+
+
+def trim(value: Any, sizes: Sequence[int]) -> Any:
+    """The front part of a tensor with the given sizes: its real rows. No copy."""
+    for dim, size in enumerate(sizes):
+        if value.shape[dim] != size:
+            value = value.narrow(dim, 0, size)
+    return value
 
 
 def neutral(role: InputRole) -> int:

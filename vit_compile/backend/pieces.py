@@ -42,6 +42,11 @@ class Piece:
     static: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict)
 
 
+def example_inputs(module: fx.GraphModule) -> list[Any]:
+    """The values with which a graph was traced, in the order of its inputs."""
+    return [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
+
+
 class PieceLibrary:
     """The distinct pieces of one traced graph."""
 
@@ -49,14 +54,14 @@ class PieceLibrary:
         self.compiler, self.mode = compiler, mode
         self.pieces: dict[str, Piece] = {}
 
-    def add(self, name: str, module: fx.GraphModule) -> Piece:
-        """Register a piece under its structure; nothing is compiled yet."""
+    def add(self, name: str, module: fx.GraphModule, *, look: bool = True) -> Piece:
+        """Register a piece under its structure; nothing is compiled yet. `look`: find out what it does to a capture."""
         _return_tuple(module)
         key = structure(module)
         counters.add("pieces")
         if key not in self.pieces:
-            args = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
-            facts = survey(module, args, self.mode) if self.mode is not None else PieceFacts()
+            args = example_inputs(module)
+            facts = survey(module, args, self.mode) if look and self.mode is not None else PieceFacts()
             self.pieces[key] = Piece(key, module, facts, args)
             counters.add("distinct_pieces")
         self.pieces[key].users.append(name)
@@ -66,10 +71,11 @@ class PieceLibrary:
         """Compile every distinct piece with dynamic shapes."""
         for piece in self.pieces.values():
             if piece.call is None:
-                started, before = time.perf_counter(), compat.generated_files()
-                piece.call = self._compile(piece.module, piece.example_inputs)
+                started = time.perf_counter()
+                with compat.noting_generated_files() as files:
+                    piece.call = self._compile(piece.module, piece.example_inputs)
                 piece.compile_ms = (time.perf_counter() - started) * 1e3
-                piece.generated = sorted(compat.generated_files() - before)
+                piece.generated = sorted(files)
                 counters.add("piece_compiles")
 
     def _compile(self, module: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:

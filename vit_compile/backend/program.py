@@ -18,9 +18,12 @@ from torch import fx
 from vit_compile import _torch_compat as compat
 from vit_compile.attention.signatures import AttentionOp
 from vit_compile.attention.tail import zero_tail_, zero_tail_in_torch_
-from vit_compile.backend.pieces import Piece, PieceLibrary
+from vit_compile.backend.pieces import Piece, PieceLibrary, example_inputs
 from vit_compile.backend.sizes import Env, Size, SymbolTable, TensorSpec
-from vit_compile.backend.split import Split, argument_names, attention_nodes, is_element
+from vit_compile.backend.split import AttentionChild, Split, argument_names, is_element
+from vit_compile.backend.survey import PieceFacts, survey
+
+_UNCUT_NAME = "vit_compile_uncut_name"
 
 
 class UnsupportedValueError(Exception):
@@ -49,9 +52,9 @@ class Bound:
         assert self.size is not None, "a bound is a literal or a size"
         return self.size(env)
 
-    def covering(self, rows: int) -> int:
-        """The tightest bound for any layout of `rows` rows: no segment is longer than all rows together."""
-        return rows if self.literal is None else min(self.literal, rows)
+    def covering(self, env: Env, rows: int) -> int:
+        """The bound of a capture with these sizes: no segment is longer than all its `rows` together."""
+        return min(self.real(env), rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,9 @@ class Step:
     piece: Piece | None = None
     attention: AttentionCall | None = None
     """Set for an attention call; one to a higher-order op has `piece` too, since it only runs well compiled."""
+    facts: PieceFacts = field(default_factory=PieceFacts)
     release: tuple[int, ...] = ()
-    """Slots that nobody reads after this step."""
+    """Slots that nobody reads after this step, neither directly nor through a view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,9 @@ class Program:
     specs: dict[int, TensorSpec] = field(default_factory=dict)
     """Symbolic description of every tensor slot."""
     slot_names: dict[int, str] = field(default_factory=dict)
+    """Names in the uncut graph."""
+    roots: dict[int, int] = field(default_factory=dict)
+    """Slots that are views of another step's result or of an argument, and of which."""
     steps: list[Step] = field(default_factory=list)
     outputs: tuple[Output, ...] = ()
     n_slots: int = 0
@@ -213,10 +220,20 @@ def _resolve(template: Any, values: Sequence[Any], env: Env, covered: int | None
     if isinstance(template, Ref):
         return values[template.slot] if template.size is None else template.size(env)
     if isinstance(template, Bound):
-        return template.real(env) if covered is None else template.covering(covered)
+        return template.real(env) if covered is None else template.covering(env, covered)
     if isinstance(template, tuple | list):
         return type(template)([_resolve(item, values, env, covered) for item in template])
     return template
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """Calls a tensor's method."""
+
+    name: str
+
+    def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(value, self.name)(*args, **kwargs)
 
 
 class Builder:
@@ -254,7 +271,7 @@ class Builder:
         program.n_slots += 1
         self.slot_of[node] = slot
         value = node.meta.get("example_value")
-        program.slot_names[slot] = node.name
+        program.slot_names[slot] = node.meta.get(_UNCUT_NAME, node.name)
         if isinstance(value, torch.Tensor):
             program.specs[slot] = self.table.spec(value)
         return slot
@@ -274,7 +291,7 @@ class Builder:
         inputs = tuple(self._ref(arg) for arg in node.args if isinstance(arg, fx.Node))
         assert len(inputs) == len(node.args), f"{name} takes constants"
         kept = _tensor_results(node, child)
-        if not kept:
+        if not kept and not self._writes(child):
             return  # only integers come out, and those are evaluated, not computed
         outputs = tuple(self._slot(program, user) for _, user in kept)
         results = tuple(index for index, _ in kept)
@@ -282,15 +299,27 @@ class Builder:
         if name in self.split.attention:
             step.attention = self._attention(child, self.split.attention[name], inputs, [child_result(child, i) for i in results])
             if isinstance(step.attention.target, compat.HigherOrderOperator):
-                step.piece = self.library.add(name, child)
+                step.piece = self.library.add(name, child, look=False)
+            elif self.table.mode is not None:
+                step.facts = survey(child, example_inputs(child), self.table.mode)
         else:
             step.piece = self.library.add(name, child)
+            step.facts = step.piece.facts
+        for slot, index in zip(outputs, results, strict=True):
+            origin = inputs[step.facts.aliases[index]].slot if index in step.facts.aliases else -1
+            if origin >= 0:
+                program.roots[slot] = program.roots.get(origin, origin)
         program.steps.append(step)
 
+    def _writes(self, child: fx.GraphModule) -> bool:
+        """Does a child without results write into its inputs?"""
+        return self.table.mode is not None and bool(survey(child, example_inputs(child), self.table.mode).mutated_inputs)
+
     def _attention(
-        self, child: fx.GraphModule, op: AttentionOp, inputs: tuple[Ref, ...], results: list[int | None]
+        self, child: fx.GraphModule, attends: AttentionChild, inputs: tuple[Ref, ...], results: list[int | None]
     ) -> AttentionCall:
-        node = next(iter(attention_nodes(child.graph, (op.name,))[0]))
+        op = attends.op
+        node = next(n for n in child.graph.nodes if n.name == attends.node)
         positions = {n: i for i, n in enumerate(n for n in child.graph.nodes if n.op == "placeholder")}
         names = argument_names(node)
         boundaries: list[int] = []
@@ -318,7 +347,8 @@ class Builder:
         if query is None:
             query = next(_example(v) for v in node.kwargs.values() if isinstance(_example(v), torch.Tensor))
         rows = self.table.size(query.shape[0])
-        return AttentionCall(op, node.target, args, kwargs, tuple(boundaries), tuple(bounds), rows, tuple(results))  # type: ignore[arg-type]
+        target = _Method(node.target) if isinstance(node.target, str) else node.target
+        return AttentionCall(op, target, args, kwargs, tuple(boundaries), tuple(bounds), rows, tuple(results))
 
     def _bound(self, value: Any) -> Bound:
         example = _example(value)
@@ -358,6 +388,8 @@ def _tensor_results(node: fx.Node, child: fx.GraphModule) -> list[tuple[int, fx.
         users = dict(picks)
     for index, user in users.items():
         user.meta.setdefault("example_value", _example(produced[index]))
+        if isinstance(produced[index], fx.Node):
+            user.meta[_UNCUT_NAME] = produced[index].name
     return [
         (index, user)
         for index, user in sorted(users.items(), key=lambda item: item[0])
@@ -383,7 +415,10 @@ def _mark_releases(program: Program) -> None:
         for slot in (*step.outputs, *(ref.slot for ref in step.inputs)):
             if slot >= 0:
                 last[slot] = index
+    for slot, root in program.roots.items():  # a view keeps what it looks at
+        last[root] = max(last.get(root, -1), last[slot])
     for output in program.outputs:
         last.pop(output.slot, None)
+        last.pop(program.roots.get(output.slot, -1), None)
     for index, step in enumerate(program.steps):
         step.release = tuple(slot for slot, at in last.items() if at == index and slot >= len(program.arg_names))

@@ -8,12 +8,13 @@ read padding: a mean, a softmax over rows). Reads the device, so it belongs to c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from vit_compile.backend.padding import StaticInputs, cut, padded_env
+from vit_compile.backend.capture import Capture
+from vit_compile.backend.padding import cut, padded_env, trim
 from vit_compile.backend.program import Program, Step
 from vit_compile.backend.roles import RoleTable
 from vit_compile.backend.sizes import Env
@@ -21,14 +22,6 @@ from vit_compile.stats import Skip
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 _UNITS = (64, 36, 16, 9, 8, 4, 3, 2, 1)
-
-
-def trim(value: Any, sizes: Sequence[int]) -> Any:
-    """The front part of a tensor with the given sizes: its real rows. No copy."""
-    for dim, size in enumerate(sizes):
-        if value.shape[dim] != size:
-            value = value.narrow(dim, 0, size)
-    return value
 
 
 def real_outputs(program: Program, values: Sequence[Any], env: Env) -> list[torch.Tensor]:
@@ -41,12 +34,15 @@ def real_outputs(program: Program, values: Sequence[Any], env: Env) -> list[torc
 
 
 def smaller_call(args: Sequence[Any], program: Program, roles: RoleTable, env: Env, below: int) -> tuple[list[Any], Env] | None:
-    """A call with about half of `below` rows, cut from a real one; None when the traced guards allow none."""
+    """A call with fewer than `below` rows, about half if possible, cut from a real one.
+
+    None means that no legal size lies below, so that nothing will ever be padded to `below`.
+    """
     real = roles.rows(env)
     assert real is not None, "only graphs with a row dimension are padded"
-    top = min(real, max(1, below // 2)) if real >= below or real > below // 2 else real
-    for unit in _UNITS:
-        rows = top // unit * unit
+    half = min(real, max(1, below // 2))
+    round_sizes = [half // unit * unit for unit in _UNITS]
+    for rows in dict.fromkeys([*round_sizes, *range(half, 0, -1), *range(half + 1, min(real, below - 1) + 1)]):
         if 0 < rows < below:
             made = cut(args, program, roles, env, rows)
             if not isinstance(made, Skip) and program.table.broken_guard(made[1]) is None:
@@ -54,45 +50,66 @@ def smaller_call(args: Sequence[Any], program: Program, roles: RoleTable, env: E
     return None
 
 
-def prove_count(program: Program, roles: RoleTable, args: Sequence[Any], env: Env) -> Skip | None:
-    """Compare an exact run with one padded to twice its rows or more; None when they agree."""
+def prove_count(program: Program, roles: RoleTable, args: Sequence[Any], env: Env, kind: type[Capture]) -> Skip | None:
+    """Compare an exact run with one padded to twice its rows and segments or more; None when they agree.
+
+    Args:
+        kind: how captures of this graph run; used without recording.
+    """
     real = roles.rows(env)
     assert real is not None, "only graphs with a row dimension are padded"
     wide = _wider(program, roles, env, real)
     if wide is None:
         return Skip("padding-unproved", f"no size above {real} rows satisfies the traced guards")
-    inputs = StaticInputs(program, roles, wide)
-    inputs.fill(args)
+    padded = kind(program, roles, wide, None, {})
     exact = real_outputs(program, program.run(args, env), env)
-    padded = real_outputs(program, program.run(inputs.substitute(args), wide, covering_bounds=True), env)
-    for index, (want, got) in enumerate(zip(exact, padded, strict=True)):
-        difference = _relative_difference(got, want)
-        limit = _TOLERANCE.get(want.dtype, 0.0)
-        if not difference <= limit:
-            return Skip(
-                "padding-unsafe",
-                f"output {index} changes by {difference:.2g} (relative) when {real} rows are padded to {roles.rows(wide)}",
-            )
+    got = real_outputs(program, padded.replay_unrecorded(args, env), env)
+    for index, (want, have) in enumerate(zip(exact, got, strict=True)):
+        difference = _relative_difference(have, want)
+        if not difference <= _TOLERANCE.get(want.dtype, 0.0):
+            where = _first_step(program, args, env, padded)
+            detail = f"output {index} changes by {difference:.2g} (relative) when {real} rows are padded to {roles.rows(wide)}"
+            return Skip("padding-unsafe", f"{detail}; first seen after {where}")
     return None
 
 
+def _first_step(program: Program, args: Sequence[Any], env: Env, padded: Capture) -> str:
+    """The first step whose real rows differ between an exact and a padded run."""
+    exact, wide = _Watched(program, env), _Watched(program, env)
+    program.run(args, env, watch=exact)
+    padded.replay_unrecorded(args, env, wide)
+    for name, values in exact.seen.items():
+        for want, have in zip(values, wide.seen.get(name, values), strict=True):
+            if not _relative_difference(have, want) <= _TOLERANCE.get(want.dtype, 0.0):
+                return name
+    return "the last step"
+
+
+class _Watched:
+    """Collects the real rows of every step's results."""
+
+    def __init__(self, program: Program, env: Env) -> None:
+        self.program, self.env = program, env
+        self.seen: dict[str, list[torch.Tensor]] = {}
+
+    def __call__(self, step: Step, slots: list[Any]) -> None:
+        sizes = [self.program.specs[slot].sizes(self.env) for slot in step.outputs]
+        self.seen[step.name] = [trim(slots[s], size).clone() for s, size in zip(step.outputs, sizes, strict=True)]
+
+
 def _wider(program: Program, roles: RoleTable, env: Env, real: int) -> Env | None:
-    for unit in _UNITS:
-        rows = -(-2 * real // unit) * unit
-        wide = padded_env(program, roles, env, rows, pad_segments=True)
-        if not isinstance(wide, Skip) and program.table.broken_guard(_with_bounds(wide, env, roles)) is None:
+    segments = max((env[base] - 1 for base, _ in roles.segment_symbols.values()), default=0)
+    sizes = [-(-2 * real // unit) * unit for unit in _UNITS]
+    for rows in dict.fromkeys([*sizes, *range(2 * real, 2 * real + 128)]):
+        wide = padded_env(program, roles, env, rows, pad_segments=True, min_segments=2 * segments)
+        if not isinstance(wide, Skip) and guards_at(program, roles, wide, env) is None:
             return wide
     return None
 
 
-def _with_bounds(target: Env, env: Env, roles: RoleTable) -> Env:
-    """An environment with the real bounds put back: guards may speak of them."""
-    return tuple(env[i] if i in roles.bound_symbols else value for i, value in enumerate(target))
-
-
 def guards_at(program: Program, roles: RoleTable, target: Env, env: Env) -> str | None:
-    """The traced guard that a capture size breaks, or None."""
-    return program.table.broken_guard(_with_bounds(target, env, roles))
+    """The traced guard that a capture size breaks, or None. Bounds are taken from the call: they are not sizes."""
+    return program.table.broken_guard(tuple(env[i] if i in roles.bound_symbols else v for i, v in enumerate(target)))
 
 
 def _relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -120,54 +137,39 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def prove_garbage(
-    program: Program,
-    roles: RoleTable,
-    inputs: StaticInputs,
-    args: Sequence[Any],
-    env: Env,
-    replay: Callable[[list[Any], Env], list[Any]],
-    *,
-    nan: bool,
+    program: Program, roles: RoleTable, capture: Capture, args: Sequence[Any], env: Env, *, nan: bool
 ) -> Skip | None:
     """Replay a capture with different garbage in its padding; None when the real rows are bitwise equal.
 
     Args:
-        inputs: the capture's static inputs; left clean.
+        capture: a recorded capture; its inputs are left clean.
         args, env: a call with fewer rows than the capture.
-        replay: runs the capture on the buffers as they are; takes the substituted arguments and the real sizes.
         nan: also try NaN, where every attention op keeps it inside its segment.
     """
+    inputs = capture.inputs
     generator = torch.Generator().manual_seed(0)
     inputs.fill(args)
     substituted = inputs.substitute(args)
-    reference = [t.clone() for t in real_outputs(program, replay(substituted, env), env)]
+    reference = [t.clone() for t in real_outputs(program, capture.replay_filled(substituted, env), env)]
     for kind in ("small", "large", *(("nan",) if nan else ())):
         inputs.poison(kind, generator)
-        got = real_outputs(program, replay(substituted, env), env)
+        got = real_outputs(program, capture.replay_filled(substituted, env), env)
         same = all(bits_equal(a, b) for a, b in zip(got, reference, strict=True))
         inputs.clean()
         if not same:
-            where = _first_difference(program, inputs, args, env, kind)
+            where = _first_reader(program, roles, capture, args, env, kind)
             return Skip("padding-unsafe", f"{kind} garbage in the padding changed real rows; first seen after {where}")
     return None
 
 
-def _first_difference(program: Program, inputs: StaticInputs, args: Sequence[Any], env: Env, kind: str) -> str:
-    """The first step of a straight padded run whose real rows depend on the padding."""
-    seen: list[dict[str, list[torch.Tensor]]] = []
-    inputs.fill(args)
-    for poisoned in (False, True):
-        results: dict[str, list[torch.Tensor]] = {}
-
-        def watch(step: Step, slots: list[Any], results: dict[str, list[torch.Tensor]] = results) -> None:
-            results[step.name] = [trim(slots[slot], program.specs[slot].sizes(env)).clone() for slot in step.outputs]
-
-        if poisoned:
-            inputs.poison(kind, torch.Generator().manual_seed(0))
-        program.run(inputs.substitute(args), inputs.env, covering_bounds=True, watch=watch)
-        seen.append(results)
-    inputs.clean()
-    for name in seen[0]:
-        if not all(bits_equal(a, b) for a, b in zip(seen[0][name], seen[1][name], strict=True)):
+def _first_reader(program: Program, roles: RoleTable, capture: Capture, args: Sequence[Any], env: Env, kind: str) -> str:
+    """The first step of an unrecorded padded run whose real rows depend on the padding."""
+    twin = type(capture)(program, roles, capture.env, None, {})
+    clean, poisoned = _Watched(program, env), _Watched(program, env)
+    twin.replay_unrecorded(args, env, clean)
+    twin.inputs.poison(kind, torch.Generator().manual_seed(0))
+    twin.replay_filled(twin.inputs.substitute(args), env, poisoned)
+    for name, values in clean.seen.items():
+        if not all(bits_equal(a, b) for a, b in zip(values, poisoned.seen[name], strict=True)):
             return name
-    return "the attention of the captured chain"
+    return "the last step"

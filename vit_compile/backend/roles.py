@@ -7,6 +7,7 @@ padding is safe is then proved, not assumed (`proof.py`).
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,12 @@ class InputRole:
     role: Role
     spec: TensorSpec
     dim: int = -1
+    fixed: tuple[int, ...] = field(init=False)
+    """Its traced shape, -1 where the size is symbolic."""
+
+    def __post_init__(self) -> None:
+        sizes = tuple(-1 if size.symbols else size(()) for size in self.spec.shape)
+        object.__setattr__(self, "fixed", sizes)
 
 
 @dataclass(slots=True)
@@ -54,6 +61,8 @@ class RoleTable:
 
     inputs: list[InputRole] = field(default_factory=list)
     row_symbol: int = -1
+    static_rows: int = 0
+    """Rows of the largest input where the graph was traced for one size."""
     scaled: dict[int, tuple[int, int]] = field(default_factory=dict)
     segment_symbols: dict[int, tuple[int, int]] = field(default_factory=dict)
     bound_symbols: frozenset[int] = frozenset()
@@ -77,6 +86,7 @@ def infer(program: Program, gm: fx.GraphModule, example_env: Env) -> RoleTable:
     boundary_args = set(calls)
     table = RoleTable(boundary_calls=calls)
     table.row_symbol = _row_symbol(program, boundary_args)
+    table.static_rows = _static_rows(program, boundary_args)
     table.bound_symbols = _bound_symbols(program, gm, placeholders)
     lengths = {_plain_symbol(program.specs[arg].shape[0]): arg for arg in boundary_args}
     for symbol in lengths:
@@ -122,6 +132,16 @@ def _row_symbol(program: Program, boundary_args: set[int]) -> int:
         if symbol is not None and width > largest:
             best, largest = symbol, width
     return best
+
+
+def _static_rows(program: Program, boundary_args: set[int]) -> int:
+    """Rows of the largest input without a symbolic row dimension; 0 where there is none."""
+    shapes = [
+        [int(size.text) for size in program.specs[arg].shape]
+        for arg in program.tensor_args
+        if arg not in boundary_args and not program.specs[arg].symbols and program.specs[arg].shape
+    ]
+    return max(shapes, key=math.prod)[0] if shapes else 0
 
 
 _UNARY = {"to", "int", "long", "contiguous", "clone", "type", "cuda", "flatten", "view", "reshape", "detach"}
@@ -242,18 +262,19 @@ _ARITHMETIC = {
 
 
 def _size_in_arithmetic(gm: fx.GraphModule, program: Program, table: RoleTable) -> Skip | None:
-    """A tensor that is computed *with* the row count (divided by it, scaled by its logarithm), not merely shaped by it.
+    """A tensor computed *with* the count of rows or segments (divided by it, scaled by its logarithm), not only shaped by it.
 
     Padding would change the count. In half precision such a change can be too small for the count proof to see.
     """
-    rows = {table.row_symbol, *table.scaled}
+    counts = {table.row_symbol, *table.scaled, *table.segment_symbols}
     for node in gm.graph.nodes:
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
         if name not in _ARITHMETIC or not isinstance(node.meta.get("example_value"), torch.Tensor):
             continue
         for value in (_example(argument) for argument in node.all_input_nodes):
-            if isinstance(value, torch.SymInt) and program.table.size(value).symbols & rows:
-                return Skip("padding-unsafe", f"{node.name} computes with the number of rows: {source_line(node)}")
+            if isinstance(value, torch.SymInt) and program.table.size(value).symbols & counts:
+                what = f"{node.name} computes with the number of rows or segments"
+                return Skip("padding-unsafe", f"{what}: {source_line(node)}")
     return None
 
 

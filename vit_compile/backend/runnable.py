@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,36 +13,18 @@ import torch
 from vit_compile.backend.capture import Capture, FullCapture, PiecewiseCapture, size_label
 from vit_compile.backend.checks import check_call, device_of
 from vit_compile.backend.encoder import Encoder, encoder_of
-from vit_compile.backend.padding import overlaps, padded_env
+from vit_compile.backend.padding import StaticInputs, overlaps, padded_env, trim
 from vit_compile.backend.pieces import PieceLibrary
 from vit_compile.backend.program import Program, run_piece
-from vit_compile.backend.proof import guards_at, prove_count, prove_garbage, smaller_call, trim
+from vit_compile.backend.proof import guards_at, prove_count, prove_garbage, smaller_call
+from vit_compile.backend.report import Report
 from vit_compile.backend.roles import RoleTable
 from vit_compile.backend.sizes import Env
-from vit_compile.errors import SkipError, VitCompileError
+from vit_compile.errors import SkipError
 from vit_compile.options import BackendOptions
 from vit_compile.stats import CallRecord, Skip, counters, logger, record_call, report_skip
 
 _PLAN_CACHE = 4096
-
-
-@dataclass(slots=True)
-class Report:
-    """What happened to one traced graph, for the dumps."""
-
-    captures: list[str] = field(default_factory=list)
-    skips: dict[str, int] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)
-    on_change: Callable[[], None] | None = None
-
-    def note_call(self, kind: str, skip: Skip | None = None) -> None:
-        """Count a call and its skip; the dump is written again when a kind is new."""
-        new = kind not in self.calls or (skip is not None and str(skip) not in self.skips)
-        self.calls[kind] = self.calls.get(kind, 0) + 1
-        if skip is not None:
-            self.skips[str(skip)] = self.skips.get(str(skip), 0) + 1
-        if new and self.on_change is not None:
-            self.on_change()
 
 
 class _Listeners(threading.local):
@@ -89,6 +71,7 @@ class Runnable:
         check_call(self.roles, args, env, read_device=self.options.checks == "full")
         if listeners.calls is not None:
             listeners.calls.append((self, list(args), env))
+            return self.program.run(args, env)
         target = self.plan(env)
         if isinstance(target, Skip):
             return self.run_uncaptured(args, env, target)
@@ -129,8 +112,13 @@ class Runnable:
         if shared is not None:
             return Skip("input-layout", shared.name)
         rows = self.roles.rows(env)
-        if rows is None or not self._budgets:
+        if not self._budgets:
             return self._target(env, rows if rows is not None else 0, pad_segments=False)
+        if rows is None:
+            traced = self.roles.static_rows
+            if traced > self._budgets[-1]:
+                return Skip("too-large", f"{traced} rows; the largest capture size has {self._budgets[-1]}")
+            return self._target(env, 0, pad_segments=False)
         larger = [budget for budget in self._budgets if budget >= rows]
         if not larger:
             return Skip("too-large", f"{rows} rows; the largest capture size has {self._budgets[-1]}")
@@ -154,11 +142,25 @@ class Runnable:
                     encoder = encoder_of([args[i] for i in self.program.static_args], device_of(args))
                     with encoder.lock:
                         encoder.owners.add(self)
+                    for index in self.program.static_args[:1]:
+                        # Dynamo may keep a trace for as long as the code lives; its captures go with the weights.
+                        weakref.finalize(args[index], _forget, weakref.ref(self))
                     self.encoder = encoder
         return self.encoder
 
     def _find_or_capture(self, encoder: Encoder, target: Env, args: Sequence[Any], env: Env) -> tuple[Capture | Skip, bool]:
         """The capture for a plan, made now if need be, and whether it is new."""
+        made, fresh = self._held_or_new(encoder, target, args, env)
+        if isinstance(made, Skip) and made is self.unsafe:
+            report_skip(made, strict=self.options.strict)
+            exact = self.plan(env)  # padding is off now, so this is the exact size or a skip
+            if isinstance(exact, Skip) or exact == target:
+                return (exact if isinstance(exact, Skip) else made), False
+            return self._find_or_capture(encoder, exact, args, env)
+        return made, fresh
+
+    def _held_or_new(self, encoder: Encoder, target: Env, args: Sequence[Any], env: Env) -> tuple[Capture | Skip, bool]:
+        """A held capture that can serve `target`, else a new one, and whether it is new."""
         pointers = self._weight_pointers(args)
         stale = [t for t, c in self.captures.items() if c.weight_pointers != pointers]
         if stale:
@@ -168,28 +170,16 @@ class Runnable:
         if capture is not None:
             return capture, False
         made = self.capture(encoder, target, args, env)
-        if isinstance(made, Skip) and made.code == "padding-unsafe":
-            report_skip(made, strict=self.options.strict)
-            exact = self.plan(env)  # padding is off now, so this is the exact size or a skip
-            if isinstance(exact, Skip) or exact == target:
-                return (exact if isinstance(exact, Skip) else made), False
-            return self._find_or_capture(encoder, exact, args, env)
         return made, not isinstance(made, Skip)
 
     def _serving(self, target: Env) -> Capture | None:
-        """The held capture for a plan: this very one, else the one with the fewest spare segments."""
+        """The held capture for a plan: this very one, else the one with the fewest spare segments and tightest bound."""
         capture = self.captures.get(target)
-        if capture is not None or not self.roles.segment_symbols or not self.may_pad:
+        if capture is not None:
             return capture
-        segments = self.roles.segment_symbols
-        fitting = [
-            env
-            for env in self.captures
-            if all(
-                have >= need if i in segments else have == need for i, (have, need) in enumerate(zip(env, target, strict=True))
-            )
-        ]
-        return self.captures[min(fitting, key=lambda env: sum(env[i] for i in segments))] if fitting else None
+        loose = self.roles.bound_symbols | (self.roles.segment_symbols.keys() if self.may_pad else frozenset())
+        fitting = [env for env in self.captures if _covers(env, target, loose)]
+        return self.captures[min(fitting, key=sum)] if fitting else None
 
     def _weight_pointers(self, args: Sequence[Any]) -> tuple[int, ...]:
         return tuple([args[i].data_ptr() for i in self.program.static_args])
@@ -198,21 +188,20 @@ class Runnable:
         """Make and prove the capture for `target`, with a call's arguments as data. `encoder.lock` is held."""
         if target in self.failures:
             return self.failures[target]
-        full = encoder.room_for_one_more(self.options.max_graphs, self.options.max_graph_bytes)
+        full = self._make_room(encoder, target)
         if full is not None:
             return full
-        if self.may_pad and not self._count_proved:
-            unsafe = prove_count(self.program, self.roles, args, env)
+        if self.may_pad:
+            unsafe = self._prove_count(args, env)
             if unsafe is not None:
                 return self._padding_is_off(unsafe)
-            self._count_proved = True
         encoder.start_afresh_if_empty()
         made = self._record(encoder, target, args)
         if isinstance(made, Skip):
             self.failures[target] = made
             return made
         if self.may_pad:
-            unsafe = self._prove(made, args, env)
+            unsafe = self._prove_garbage(made, args, env)
             if unsafe is not None:
                 return self._padding_is_off(unsafe)
         made.weight_pointers = self._weight_pointers(args)
@@ -223,17 +212,33 @@ class Runnable:
             self.report.on_change()
         return made
 
+    @property
+    def _kind(self) -> type[Capture]:
+        return FullCapture if self.mode == "full" else PiecewiseCapture
+
+    def _make_room(self, encoder: Encoder, target: Env) -> Skip | None:
+        """Why no further capture is allowed, or None. Captures that a new one makes useless go first."""
+        bounds = self.roles.bound_symbols
+        encoder.drop(self, [env for env in self.captures if env != target and _covers(target, env, bounds)])
+        full = encoder.room_for_one_more(self.options.max_graphs, self.options.max_graph_bytes)
+        if full is not None and self._budgets and self.roles.row_symbol >= 0:
+            # torch.compile traces the first size statically; that capture is worth less than a budget's.
+            for owner in list(encoder.owners):
+                if isinstance(owner, Runnable) and owner.roles.row_symbol < 0 and owner.roles.static_rows > 1:
+                    encoder.drop(owner, list(owner.captures))
+            full = encoder.room_for_one_more(self.options.max_graphs, self.options.max_graph_bytes)
+        return full
+
     def _padding_is_off(self, skip: Skip) -> Skip:
-        self.unsafe = Skip("padding-unsafe", skip.detail)
+        self.unsafe = skip
         self._plans.clear()
-        return self.unsafe
+        return skip
 
     def _record(self, encoder: Encoder, target: Env, args: Sequence[Any]) -> Capture | Skip:
         started = time.perf_counter()
-        kind = FullCapture if self.mode == "full" else PiecewiseCapture
         label = size_label(self.program, self.roles, target)
         try:
-            made = self._record_twice(kind, encoder, target, args)
+            made = self._record_twice(encoder, target, args)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             return Skip("out-of-memory", f"{label}: {str(error).splitlines()[0]}")
@@ -247,11 +252,11 @@ class Runnable:
             return Skip("max-graph-bytes", f"{label} would take {made.nbytes} bytes more; max_graph_bytes={cap}")
         return made
 
-    def _record_twice(self, kind: type[Capture], encoder: Encoder, target: Env, args: Sequence[Any]) -> Capture:
+    def _record_twice(self, encoder: Encoder, target: Env, args: Sequence[Any]) -> Capture:
         """Record; once more if the device reported an error, since another thread's synchronisation breaks a capture."""
         with torch.inference_mode(False), torch.no_grad():
             for attempt in (1, 2):
-                made = kind(self.program, self.roles, target, encoder.recorder, self._calls_for(target, args))
+                made = self._kind(self.program, self.roles, target, encoder.recorder, self._calls_for(target, args))
                 try:
                     made.record(args)
                     return made
@@ -263,23 +268,31 @@ class Runnable:
                     logger.warning("capture of %s failed, trying once more: %s", made.label, (str(error).splitlines() or [""])[0])
         raise AssertionError("two attempts end in a return or an error")
 
-    def _prove(self, made: Capture, args: Sequence[Any], env: Env) -> Skip | None:
+    def _prove_count(self, args: Sequence[Any], env: Env) -> Skip | None:
+        """The proof that is made once for a graph."""
+        if self._count_proved:
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            unsafe = _trial(lambda: prove_count(self.program, self.roles, args, env, self._kind))
+        self._count_proved = unsafe is None
+        return unsafe
+
+    def _prove_garbage(self, made: Capture, args: Sequence[Any], env: Env) -> Skip | None:
+        """The proof that is made for every capture."""
         rows = self.roles.rows(made.env)
         assert rows is not None, "only graphs with a row dimension are padded"
         smaller = smaller_call(args, self.program, self.roles, env, rows)
         if smaller is None:
-            return None  # no smaller call exists, so nothing will be padded to this size
+            return None  # no legal size is smaller, so nothing will ever be padded to this one
         nan = all(s.attention is not None and s.attention.op.isolates_nan for s in self.program.attention_steps)
         with torch.inference_mode(False), torch.no_grad():
-            return prove_garbage(self.program, self.roles, made.inputs, smaller[0], smaller[1], made.replay_filled, nan=nan)
+            return _trial(lambda: prove_garbage(self.program, self.roles, made, smaller[0], smaller[1], nan=nan))
 
     def _calls_for(self, env: Env, args: Sequence[Any]) -> dict[str, Callable[..., Any]]:
         """Statically compiled pieces where `compile_sizes` asks for them."""
         if self.roles.rows(env) not in self._compile_rows:
             return {}
         if env not in self._static_calls:
-            from vit_compile.backend.padding import StaticInputs
-
             calls: dict[str, Callable[..., Any]] = {}
             slots: list[Any] = StaticInputs(self.program, self.roles, env).substitute(args)
             slots += [None] * (self.program.n_slots - len(slots))
@@ -345,6 +358,20 @@ class Runnable:
             return self._calls_for(env, args)
         return None
 
+    def prepare_as_seen(self, args: Sequence[Any], env: Env) -> Skip | None:
+        """Capture what this very call would use; why it could not be done, or None."""
+        target = self.plan(env)
+        if not isinstance(target, Skip):
+            encoder = self._encoder(args)
+            with encoder.lock:
+                found, _ = self._find_or_capture(encoder, target, args, env)
+            target = found if isinstance(found, Skip) else target
+        if not isinstance(target, Skip):
+            return None
+        if target.code != "mode-none":
+            report_skip(target, strict=self.options.strict)
+        return target
+
     def prepare(self, args: Sequence[Any], env: Env, rows: int) -> Skip | None:
         """Capture the size `rows` with a call of at most as many rows as data; why it could not be done, or None."""
         if self.never is not None:
@@ -355,7 +382,7 @@ class Runnable:
             made: Capture | Skip = self._prepare_once(encoder, args, env, rows)
             if isinstance(made, Skip):
                 report_skip(made, strict=self.options.strict)
-            if isinstance(made, Skip) and made.code == "padding-unsafe":
+            if isinstance(made, Skip) and made is self.unsafe:
                 self._prepare_once(encoder, args, env, rows)  # padding is off now; the exact size is still worth a graph
         return made if isinstance(made, Skip) else None
 
@@ -363,42 +390,32 @@ class Runnable:
         target = self._target(env, rows, pad_segments=self.may_pad)
         if isinstance(target, Skip):
             return target
-        held = self.captures.get(target)
-        if held is not None and held.weight_pointers == self._weight_pointers(args):
-            return held
-        return self.capture(encoder, target, args, env)
+        return self._held_or_new(encoder, target, args, env)[0]
 
     def budgets_largest_first(self) -> list[int]:
         """Capture sizes in rows, in the order in which `warmup` makes them."""
         return sorted(self._budgets, reverse=True)
 
 
-class PlainRunnable:
-    """A graph that must not be captured at all: compiled as a whole by the plain compiler, counted at every call."""
-
-    def __init__(self, call: Callable[..., Any], skip: Skip, options: BackendOptions) -> None:
-        self.call, self.skip, self.options = call, skip, options
-        self.report = Report()
-
-    def __call__(self, *args: Any) -> Any:
-        """Outputs of the graph; differentiable where the plain compiler is."""
-        report_skip(self.skip, strict=self.options.strict)
-        outputs = self.call(*args)
-        counters.add("plain_calls")
-        self.report.note_call("plain", self.skip)
-        record_call(CallRecord("plain", None, None, str(self.skip), False))
-        return outputs
+def _covers(have: Env, need: Env, loose: Collection[int]) -> bool:
+    """Are two environments equal, but for `loose` symbols (segments, bounds), of which `have` has no less?"""
+    return all(h >= n if i in loose else h == n for i, (h, n) in enumerate(zip(have, need, strict=True)))
 
 
-class Refusal:
-    """Raises the error that was found while compiling, at every call: Dynamo would wrap it in one of its own."""
+def _trial(proof: Callable[[], Skip | None]) -> Skip | None:
+    """Run a proof; one that cannot be carried out proves nothing."""
+    try:
+        return proof()
+    except Exception as error:
+        return Skip("padding-unproved", f"the trial failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
-    def __init__(self, error: VitCompileError) -> None:
-        self.error = error
 
-    def __call__(self, *args: Any) -> Any:
-        """Raise a fresh copy of the error."""
-        raise type(self.error)(*self.error.args)
+def _forget(runnable: weakref.ref[Runnable]) -> None:
+    """The weights of a graph are gone: so are its captures."""
+    owner = runnable()
+    if owner is not None:
+        owner.captures.clear()
+        owner.failures.clear()
 
 
 def clear() -> None:

@@ -22,11 +22,19 @@ from vit_compile.stats import Skip
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionChild:
+    """A child that is one attention call: the op, and the name of its node."""
+
+    op: AttentionOp
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
-    """The cut graph. `attention` maps the name of a child to the op that it calls."""
+    """The cut graph. `attention` maps the name of a child to the call that it is."""
 
     module: fx.GraphModule
-    attention: dict[str, AttentionOp]
+    attention: dict[str, AttentionChild]
     skips: tuple[Skip, ...]
 
 
@@ -131,8 +139,8 @@ def _attributes_with_their_users(graph: fx.Graph, part: dict[fx.Node, int]) -> N
             part[node] = part.get(first, part[node])
 
 
-def _attention_children(module: fx.GraphModule, extra: Collection[str]) -> dict[str, AttentionOp]:
-    names: dict[str, AttentionOp] = {}
+def _attention_children(module: fx.GraphModule, extra: Collection[str]) -> dict[str, AttentionChild]:
+    names: dict[str, AttentionChild] = {}
     for node in module.graph.nodes:
         if node.op != "call_module":
             continue
@@ -143,5 +151,6 @@ def _attention_children(module: fx.GraphModule, extra: Collection[str]) -> dict[
         if inner and not all(any(is_element(n, op) for op in inner) for n in others):
             raise SplitError(f"{node.target} holds an attention op beside other calls.")
         if len(inner) == 1:
-            names[str(node.target)] = next(iter(inner.values()))
+            found, op = next(iter(inner.items()))
+            names[str(node.target)] = AttentionChild(op, found.name)
     return names

@@ -24,6 +24,9 @@ class PieceFacts:
     host_reads: list[str] = field(default_factory=list)
     copies: list[str] = field(default_factory=list)
     mutated_inputs: set[int] = field(default_factory=set)
+    """Inputs that are written into, by position."""
+    aliases: dict[int, int] = field(default_factory=dict)
+    """Outputs that share memory with an input: output position to input position."""
 
 
 # Under a dispatch mode these are dispatched too, and the fake mode below would turn symbolic sizes into integers.
@@ -117,5 +120,10 @@ def survey(piece: fx.GraphModule, args: Sequence[Any], mode: compat.FakeTensorMo
     storages = {a.untyped_storage()._cdata: i for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
     recorder = _Recorder(facts, storages)
     with compat.running_fake(mode), recorder:
-        _Runner(piece, recorder).run(*args)
+        outputs = _Runner(piece, recorder).run(*args)
+    for index, output in enumerate(outputs if isinstance(outputs, tuple | list) else (outputs,)):
+        if isinstance(output, torch.Tensor):
+            origin = storages.get(output.untyped_storage()._cdata)
+            if origin is not None:
+                facts.aliases[index] = origin
     return facts

@@ -17,6 +17,9 @@ from vit_compile.backend.sizes import Env
 from vit_compile.errors import WarmupError
 from vit_compile.stats import Skip, report_skip
 
+# Arguments that bound segments: traced symbolically, so that traffic with other bounds needs no new trace.
+_BOUND_NAMES = r"L\[.*max_?\w*(seq_?len|length|_q|_k)\w*['\]\"]"
+
 
 @dataclass(frozen=True, slots=True)
 class WarmupReport:
@@ -61,17 +64,18 @@ def warmup(compiled: Callable[..., Any], *example_args: Any, progress: bool = Tr
 def _listen(compiled: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[Runnable, list[Any], Env]]:
     before, listeners.calls = listeners.calls, []
     try:
-        compiled(*args, **kwargs)
+        with compat.symbolic_ints(_BOUND_NAMES):
+            compiled(*args, **kwargs)
         return listeners.calls
     finally:
         listeners.calls = before
 
 
 def _capture_all(calls: Sequence[tuple[Runnable, list[Any], Env]], progress: bool) -> WarmupReport:
-    todo = [(runnable, args, env, rows) for runnable, args, env in calls for rows in _rows(runnable, env)]
+    todo = [(runnable, args, env, rows) for runnable, args, env in calls for rows in _rows(runnable)]
     skips: list[Skip] = []
     for runnable, args, env, rows in _progress(todo, progress):
-        skip = _capture_one(runnable, args, env, rows)
+        skip = runnable.prepare_as_seen(args, env) if rows is None else _capture_one(runnable, args, env, rows)
         if skip is not None:
             skips.append(skip)
     encoders = {id(runnable.encoder): runnable.encoder for runnable, _, _ in calls if runnable.encoder is not None}
@@ -79,9 +83,12 @@ def _capture_all(calls: Sequence[tuple[Runnable, list[Any], Env]], progress: boo
     return WarmupReport(tuple(capture.label for capture in captures), sum(capture.nbytes for capture in captures), tuple(skips))
 
 
-def _rows(runnable: Runnable, env: Env) -> list[int]:
-    if runnable.mode == "none" or runnable.roles.row_symbol < 0:
+def _rows(runnable: Runnable) -> Sequence[int | None]:
+    """Sizes to capture for one traced graph; None: the example's own."""
+    if runnable.mode == "none":
         return []
+    if runnable.roles.row_symbol < 0 or not runnable.options.token_budgets:
+        return [None]
     return runnable.budgets_largest_first()
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from vit_compile import _torch_compat as compat
+from vit_compile.backend.passes.values import refresh_downstream
 
 _CONVOLUTIONS: dict[Any, int] = {
     torch.conv2d: 2,
@@ -144,15 +145,21 @@ def _rewrite(graph: fx.Graph, node: fx.Node, dims: int) -> int:
             result = _channels_first(build, product, node, dims)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+    refresh_downstream(graph, result, mode)
     return 1
 
 
 def _channels_first(build: _Builder, product: fx.Node, node: fx.Node, dims: int) -> fx.Node:
-    """`[N, G.., E]` -> `[N, E, G..]`: a free view where every reader copes with any strides, else a copy."""
+    """`[N, G.., E]` -> `[N, E, G..]`: a free view in front of the usual `flatten(2).transpose(1, 2)`, else a copy.
+
+    Behind that pair the rows `[N, L, E]` are contiguous, which suits every reader; anywhere else a reader may rely on
+    the convolution's own strides.
+    """
     view = build.method("permute", product, 0, dims + 1, *range(1, dims + 1))
-    return view if all(_copes_with_strides(user, node) for user in node.users) else build.method("contiguous", view)
+    usual = all(_is_call(user, "flatten", 2) and all(_is_call(u, "transpose", 1, 2) for u in user.users) for user in node.users)
+    return view if usual and node.users else build.method("contiguous", view)
 
 
-def _copes_with_strides(user: fx.Node, value: fx.Node) -> bool:
-    name = user.target if user.op == "call_method" else getattr(user.target, "__name__", "")
-    return name in ("flatten", "reshape", "transpose", "permute") and user.args[:1] == (value,)
+def _is_call(node: fx.Node, name: str, *args: int) -> bool:
+    target = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return target == name and node.args[1:] == args and not node.kwargs
