@@ -83,8 +83,8 @@ def test_full_attention_gets_a_bound_for_every_layout() -> None:
         assert step.attention is not None
         (bound,) = step.attention.bounds
         assert bound.literal == BOUND
-        assert bound.covering(32) == 32
-        assert bound.covering(200) == BOUND
+        assert bound.covering(capture.env, 32) == 32
+        assert bound.covering(capture.env, 200) == BOUND
         assert bound.real(capture.env) == BOUND
 
 
@@ -164,7 +164,7 @@ def test_views_of_results_outlive_the_result() -> None:
 
 def test_result_buffers_store_and_clean() -> None:
     """Storing a smaller result zeroes what the larger one left, in every dimension."""
-    buffers = _ResultBuffers()
+    buffers = _ResultBuffers(frozenset())
     example = torch.ones(6, 4)
     taken = buffers.take(0, example)
     assert torch.equal(taken, example)

@@ -127,8 +127,8 @@ def test_shapes_follow_the_rows_and_the_capacity(found: Traced) -> None:
             "index": rows,
             "keep": rows,
             "merged": rows // 4,
-            "grid": capacity,
-            "lengths": capacity,
+            "grid": capacity + 1,  # one neutral row for "the segment after the last"
+            "lengths": capacity + 1,
             "cu_seqlens": capacity + 1,
         }
 
@@ -280,8 +280,8 @@ def test_padded_env(found: Traced) -> None:
     assert found.roles.rows(target) == 32
     for symbol, (numerator, denominator) in found.roles.scaled.items():
         assert target[symbol] == 32 * numerator // denominator
-    for symbol, (_, difference) in found.roles.segment_symbols.items():
-        assert target[symbol] == segment_capacity(3) + 1 + difference
+    for symbol in found.roles.segment_symbols:
+        assert target[symbol] == segment_capacity(3) + 1
     alone = padded_env(found.program, found.roles, env, 32, pad_segments=False)
     assert not isinstance(alone, Skip)
     assert all(alone[symbol] == env[symbol] for symbol in found.roles.segment_symbols)

@@ -28,8 +28,9 @@ from tests.backend.common import (
 )
 from tests.towers import COUNTING_NAME, counting_attention, row_mixing_tower, toy_tower
 from vit_compile import counters
-from vit_compile.backend.padding import StaticInputs, padded_env
-from vit_compile.backend.proof import bits_equal, prove_count, prove_garbage, real_outputs, smaller_call, trim
+from vit_compile.backend.capture import FullCapture
+from vit_compile.backend.padding import padded_env, trim
+from vit_compile.backend.proof import bits_equal, prove_count, prove_garbage, real_outputs, smaller_call
 from vit_compile.errors import SkipError
 from vit_compile.stats import Skip
 
@@ -141,8 +142,7 @@ def test_padding_is_not_trusted_where_it_was_not_tried() -> None:
     """Rows in multiples of five: a size that no trial could cover is not padded to on faith."""
 
     def model(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        y = counting_attention(x * 1, cu_seqlens, BOUND)
-        y = y + y.sum(0)  # reads the padding, which happens to be zero
+        y = counting_attention(x + x.sum(0), cu_seqlens, BOUND)  # reads the padding, which happens to be zero
         return y.view(-1, 5, y.shape[1]).flatten(0, 1)
 
     ours = compiled(model, mode="piecewise", splitting_ops=[COUNTING_NAME], token_budgets=(25, 50))
@@ -167,25 +167,22 @@ def counting_tower(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     return counting_attention(x * x.shape[0], cu_seqlens, BOUND)
 
 
-def trial(model: Callable[..., Any], lengths: list[int], rows: int = 16) -> tuple[Traced, StaticInputs, list[Any], Any]:
-    """A traced model, buffers of `rows` rows, and a call."""
+def trial(model: Callable[..., Any], lengths: list[int], rows: int = 16) -> tuple[Traced, FullCapture, list[Any], Any]:
+    """A traced model, an unrecorded capture of `rows` rows, and a call."""
     found = traced(model, *dynamic(packed([5, 3, 3])[:2]))
     args = found.args(*packed(lengths)[:2])
     env = found.table.read(args)
     target = padded_env(found.program, found.roles, env, rows, pad_segments=True)
     assert not isinstance(target, Skip)
-    return found, StaticInputs(found.program, found.roles, target), args, env
+    return found, FullCapture(found.program, found.roles, target, None, {}), args, env
 
 
 def garbage(model: Callable[..., Any], nan: bool = True) -> Skip | None:
     """The garbage trial of a model, run straight through its pieces."""
-    found, statics, args, env = trial(model, [5, 4])
-
-    def replay(substituted: list[Any], _env: Any) -> list[Any]:
-        return found.program.run(substituted, statics.env, covering_bounds=True)
-
-    skip = prove_garbage(found.program, found.roles, statics, args, env, replay, nan=nan)
-    assert not any(bool(b.tensor[9:].any()) for b in statics.buffers if b.tensor.dim() == 2), "the trial leaves clean buffers"
+    found, capture, args, env = trial(model, [5, 4])
+    skip = prove_garbage(found.program, found.roles, capture, args, env, nan=nan)
+    buffers = [b.tensor for b in capture.inputs.buffers if b.tensor.dim() == 2]
+    assert not any(bool(tensor[9:].any()) for tensor in buffers), "the trial leaves clean buffers"
     return skip
 
 
@@ -202,39 +199,41 @@ def test_the_garbage_trial_finds_a_reader_of_padding() -> None:
     assert "submod_0" in skip.detail
 
 
-def test_the_garbage_trial_finds_a_bad_capture() -> None:
+def test_the_garbage_trial_finds_a_bad_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a capture itself adds (a stale buffer, a wrong slice) counts: the trial looks at the replay's own outputs."""
-    found, statics, args, env = trial(plain_tower, [5, 4])
+    found, capture, args, env = trial(plain_tower, [5, 4])
 
-    def leaky(substituted: list[Any], _env: Any) -> list[Any]:
-        (out,) = found.program.run(substituted, statics.env, covering_bounds=True)
-        x = next(b.tensor for b in statics.buffers if b.tensor.dim() == 2)
+    def leaky(substituted: list[Any], *_: Any) -> list[Any]:
+        (out,) = found.program.run(substituted, capture.env, covering_bounds=True)
+        x = next(b.tensor for b in capture.inputs.buffers if b.tensor.dim() == 2)
         return [out + x[-1]]
 
-    skip = prove_garbage(found.program, found.roles, statics, args, env, leaky, nan=False)
+    monkeypatch.setattr(capture, "replay_filled", leaky)
+    skip = prove_garbage(found.program, found.roles, capture, args, env, nan=False)
     assert skip is not None
     assert skip.code == "padding-unsafe"
 
 
-def test_one_flipped_bit_is_enough() -> None:
+def test_one_flipped_bit_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is bitwise: the smallest difference of one real number fails the trial."""
-    found, statics, args, env = trial(plain_tower, [5, 4])
+    found, capture, args, env = trial(plain_tower, [5, 4])
     calls = []
 
-    def off_by_one_bit(substituted: list[Any], _env: Any) -> list[Any]:
-        (out,) = found.program.run(substituted, statics.env, covering_bounds=True)
+    def off_by_one_bit(substituted: list[Any], *_: Any) -> list[Any]:
+        (out,) = found.program.run(substituted, capture.env, covering_bounds=True)
         calls.append(out)
         if len(calls) == 2:
             out[3, 1] = torch.nextafter(out[3, 1], torch.tensor(1e9))
         return [out]
 
-    assert prove_garbage(found.program, found.roles, statics, args, env, off_by_one_bit, nan=False) is not None
+    monkeypatch.setattr(capture, "replay_filled", off_by_one_bit)
+    assert prove_garbage(found.program, found.roles, capture, args, env, nan=False) is not None
 
 
 def test_the_count_trial_finds_what_depends_on_the_count() -> None:
     """A factor that is the row count changes when the call is padded; the detail has both numbers of rows."""
     found, _, args, env = trial(counting_tower, [5, 4])
-    skip = prove_count(found.program, found.roles, args, env)
+    skip = prove_count(found.program, found.roles, args, env, FullCapture)
     assert skip is not None
     assert skip.code == "padding-unsafe"
     assert "9" in skip.detail
@@ -243,7 +242,7 @@ def test_the_count_trial_finds_what_depends_on_the_count() -> None:
 def test_the_count_trial_passes_a_tower_that_keeps_rows_apart() -> None:
     """No false alarm."""
     found, _, args, env = trial(plain_tower, [5, 4])
-    assert prove_count(found.program, found.roles, args, env) is None
+    assert prove_count(found.program, found.roles, args, env, FullCapture) is None
 
 
 @pytest.mark.parametrize("factor", [1e-2, 1e-3, 1e-4])
@@ -305,8 +304,8 @@ def test_real_outputs_skips_what_is_no_tensor() -> None:
     def model(x: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, int, None]:
         return counting_attention(x, cu_seqlens, BOUND) + 1, x.shape[0], None
 
-    found, statics, args, env = trial(model, [5, 4])
-    values = found.program.run(statics.substitute(args), statics.env)
+    found, capture, args, env = trial(model, [5, 4])
+    values = found.program.run(capture.inputs.substitute(args), capture.env)
     (only,) = real_outputs(found.program, values, env)
     assert only.shape[0] == 9
 

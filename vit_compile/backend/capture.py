@@ -56,11 +56,14 @@ class Capture:
         """Warm up and record, with a call's arguments as data."""
         raise NotImplementedError
 
+    def prepare(self, args: Sequence[Any]) -> None:
+        """Make what step-by-step runs need, with a call's arguments as data; only without a recorder."""
+
     def replay_unrecorded(self, args: Sequence[Any], env: Env, watch: Watch | None = None) -> list[Any]:
         """Serve a call step by step on the static inputs, without a recording: what the proofs need. Made on first use."""
         assert self.recorder is None, "only a capture without a recorder runs unrecorded"
         if not self.prepared:
-            self.record(args)
+            self.prepare(args)
             self.prepared = True
         self.inputs.fill(args)
         return self.replay_filled(self.inputs.substitute(args), env, watch)
@@ -130,11 +133,11 @@ class PiecewiseCapture(Capture):
 
     def record(self, args: Sequence[Any]) -> None:
         """See `Capture.record`."""
-        self.inputs.fill(args)
-        substituted = self.inputs.substitute(args)
         if self.recorder is None:
-            self._record_steps(substituted)
+            self.prepare(args)
         else:
+            self.inputs.fill(args)
+            substituted = self.inputs.substitute(args)
             before = reserved_bytes(self.recorder.device)
             with self.recorder.session():
                 self.program.run(substituted, self.env, covering_bounds=True, calls=self.calls)
@@ -142,6 +145,11 @@ class PiecewiseCapture(Capture):
             self.nbytes += max(0, reserved_bytes(self.recorder.device) - before)
         self.nbytes += self.inputs.nbytes + self.results.nbytes
         self.recorded = True
+
+    def prepare(self, args: Sequence[Any]) -> None:
+        """See `Capture.prepare`."""
+        self.inputs.fill(args)
+        self._record_steps(self.inputs.substitute(args))
 
     def _record_steps(self, args: list[Any]) -> None:
         slots: list[Any] = [*args, *([None] * (self.program.n_slots - len(args)))]

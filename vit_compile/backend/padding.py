@@ -31,7 +31,14 @@ def segment_capacity(segments: int) -> int:
 
 
 def padded_env(
-    program: Program, roles: RoleTable, env: Env, rows: int, *, pad_segments: bool, min_segments: int = 0
+    program: Program,
+    roles: RoleTable,
+    env: Env,
+    rows: int,
+    *,
+    pad_segments: bool,
+    min_segments: int = 0,
+    tight_bounds: bool = False,
 ) -> Env | Skip:
     """The environment of a capture for `rows` rows that can serve a call with environment `env`.
 
@@ -40,6 +47,7 @@ def padded_env(
         rows: rows of the capture; at least those of the call, but for `cut`.
         pad_segments: leave room for more segments than the call has.
         min_segments: and at least for so many.
+        tight_bounds: a bound that is short beside the call's rows stays short (a power of two). Else it covers the capture.
     """
     target = list(env)
     if roles.row_symbol >= 0:
@@ -51,7 +59,7 @@ def padded_env(
             if rows * numerator % denominator:
                 return Skip("guard-forbids-size", f"{rows} rows are not a multiple of {denominator}")
             target[symbol] = rows * numerator // denominator
-    _pad_bounds(roles, env, target)
+    _pad_bounds(roles, env, target, tight=tight_bounds)
     if pad_segments:
         for symbol, (base, difference) in roles.segment_symbols.items():
             if env[symbol] != env[base] + difference:
@@ -63,7 +71,7 @@ def padded_env(
     return tuple(target)
 
 
-def _pad_bounds(roles: RoleTable, env: Env, target: list[int]) -> None:
+def _pad_bounds(roles: RoleTable, env: Env, target: list[int], *, tight: bool) -> None:
     """Symbolic bounds of a capture: the whole capture where the call's bound is as long as the call, else a power of two.
 
     A window's bound stays tight that way, and one capture serves images of any length.
@@ -73,7 +81,7 @@ def _pad_bounds(roles: RoleTable, env: Env, target: list[int]) -> None:
             for bound in call.bounds:
                 for symbol in bound.size.symbols & roles.bound_symbols if bound.size is not None else ():
                     given = env[symbol]
-                    whole = 2 * given > call.query_rows(env)
+                    whole = not tight or 2 * given > call.query_rows(env)
                     target[symbol] = call.query_rows(tuple(target)) if whole else 1 << (given - 1).bit_length()
 
 

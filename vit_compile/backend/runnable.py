@@ -58,6 +58,8 @@ class Runnable:
         self.encoder: Encoder | None = None
         self.captures: dict[Env, Capture] = {}
         self.failures: dict[Env, Skip] = {}
+        self.lost_weights = False
+        """Captures went because the weights that they read are gone; if the graph is called again, it has others."""
         self._budgets = options.budget_rows()
         self._compile_rows = frozenset(options.compile_rows())
         self._plans: dict[Env, Env | Skip] = {}
@@ -129,7 +131,9 @@ class Runnable:
         return self._target(env, min(larger), pad_segments=self.may_pad)
 
     def _target(self, env: Env, rows: int, *, pad_segments: bool) -> Env | Skip:
-        target = padded_env(self.program, self.roles, env, rows, pad_segments=pad_segments)
+        # Between captured pieces attention gets the call's own bound; inside one graph the capture's.
+        tight = self.mode == "full"
+        target = padded_env(self.program, self.roles, env, rows, pad_segments=pad_segments, tight_bounds=tight)
         if isinstance(target, Skip):
             return target
         broken = guards_at(self.program, self.roles, target, env)
@@ -163,8 +167,9 @@ class Runnable:
         """A held capture that can serve `target`, else a new one, and whether it is new."""
         pointers = self._weight_pointers(args)
         stale = [t for t, c in self.captures.items() if c.weight_pointers != pointers]
-        if stale:
+        if stale or self.lost_weights:
             encoder.drop(self, stale)
+            self.lost_weights = False
             counters.add("recaptures")
         capture = self._serving(target)
         if capture is not None:
@@ -414,6 +419,7 @@ def _forget(runnable: weakref.ref[Runnable]) -> None:
     """The weights of a graph are gone: so are its captures."""
     owner = runnable()
     if owner is not None:
+        owner.lost_weights = bool(owner.captures)
         owner.captures.clear()
         owner.failures.clear()
 

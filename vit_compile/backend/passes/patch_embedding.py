@@ -145,21 +145,30 @@ def _rewrite(graph: fx.Graph, node: fx.Node, dims: int) -> int:
             result = _channels_first(build, product, node, dims)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
-    refresh_downstream(graph, result, mode)
+    try:
+        refresh_downstream(graph, result, mode)
+    except (RuntimeError, ValueError):  # a view further down relies on the convolution's own strides
+        with graph.inserting_after(result):
+            copy = graph.call_method("contiguous", (result,))
+        result.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+        with compat.running_fake(mode):
+            copy.meta["example_value"] = result.meta["example_value"].contiguous()
+        refresh_downstream(graph, copy, mode)
     return 1
 
 
 def _channels_first(build: _Builder, product: fx.Node, node: fx.Node, dims: int) -> fx.Node:
     """`[N, G.., E]` -> `[N, E, G..]`: a free view in front of the usual `flatten(2).transpose(1, 2)`, else a copy.
 
-    Behind that pair the rows `[N, L, E]` are contiguous, which suits every reader; anywhere else a reader may rely on
-    the convolution's own strides.
+    Behind that pair the rows `[N, L, E]` are contiguous; anywhere else a reader may rely on the convolution's own strides.
     """
     view = build.method("permute", product, 0, dims + 1, *range(1, dims + 1))
     usual = all(_is_call(user, "flatten", 2) and all(_is_call(u, "transpose", 1, 2) for u in user.users) for user in node.users)
-    return view if usual and node.users else build.method("contiguous", view)
+    strides = any(_is_call(n, "as_strided") or _is_call(n, "stride") for n in build.graph.nodes)
+    return view if usual and node.users and not strides else build.method("contiguous", view)
 
 
 def _is_call(node: fx.Node, name: str, *args: int) -> bool:
+    """Is `node` a call of a tensor method or function `name` (with just these arguments, if any are given)?"""
     target = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return target == name and node.args[1:] == args and not node.kwargs
+    return target == name and (not args or (node.args[1:] == args and not node.kwargs))
