@@ -88,6 +88,7 @@ class SymbolTable:
         self._sources = tuple(source for source in found.values() if source is not None)
         self._index = {symbol: index for index, symbol in enumerate(found)}
         self._cache: dict[sympy.Expr, Size] = {}
+        self._verdicts: dict[Env, str | None] = {}
 
     def read(self, args: Sequence[Any]) -> Env:
         """The environment of a call, from the graph's arguments."""
@@ -120,7 +121,15 @@ class SymbolTable:
         )
 
     def broken_guard(self, env: Env) -> str | None:
-        """The first traced relation that these sizes violate, or None: compiled pieces do not check for themselves."""
+        """The first traced relation that these sizes violate, or None: compiled pieces do not check for themselves.
+
+        Asked for after everything is compiled, when no more relations are added; answers are kept.
+        """
+        if env not in self._verdicts:
+            self._verdicts[env] = self._broken_guard(env)
+        return self._verdicts[env]
+
+    def _broken_guard(self, env: Env) -> str | None:
         if self.mode is None:
             return None
         values = {symbol: sympy.Integer(value) for symbol, value in zip(self.symbols, env, strict=True)}
