@@ -196,8 +196,11 @@ def _bound_symbols(program: Program, gm: fx.GraphModule, placeholders: Sequence[
 _GATHERS = {"index_select", "gather", "take_along_dim", "argsort", "sort", "index_copy", "index_copy_", "scatter", "index_add"}
 
 
-def _gathers_rows(node: fx.Node, row_symbols: set[int], program: Program) -> bool:
-    """Does an integer input pick rows out of a tensor that itself grows with the rows?"""
+def _gathers_rows(node: fx.Node, row_symbols: set[int], program: Program, length: Size, example_env: Env) -> bool:
+    """Does an integer input permute or thin out the rows of a tensor that itself grows with the rows?
+
+    One that is longer than what it picks from repeats rows: an identity tail would reach past the end, zeros do not.
+    """
     for user in [u for n in [node, *_downstream_conversions(node)] for u in n.users]:
         name = user.target if user.op == "call_method" else getattr(user.target, "__name__", "")
         if name in ("argsort", "sort"):
@@ -207,8 +210,10 @@ def _gathers_rows(node: fx.Node, row_symbols: set[int], program: Program) -> boo
             continue
         source = user.args[0]
         value = source.meta.get("example_value") if isinstance(source, fx.Node) else None
-        if isinstance(value, torch.Tensor) and program.table.spec(value).symbols & row_symbols:
-            return True
+        if isinstance(value, torch.Tensor):
+            growing = [size for size in program.table.spec(value).shape if size.symbols & row_symbols]
+            if growing and all(size(example_env) >= length(example_env) for size in growing):
+                return True
     return False
 
 
@@ -230,7 +235,8 @@ def _role(arg: int, node: fx.Node, program: Program, table: RoleTable, boundary_
             return InputRole(arg, name, Role.FIXED, spec)
         table.scaled[symbol] = ratio
     integers = not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype == torch.bool)
-    if integers and len(spec.shape) == 1 and _gathers_rows(node, {table.row_symbol, *table.scaled}, program):
+    rows = {table.row_symbol, *table.scaled}
+    if integers and len(spec.shape) == 1 and _gathers_rows(node, rows, program, spec.shape[dim], example_env):
         return InputRole(arg, name, Role.INDEX, spec, dim)
     return InputRole(arg, name, Role.ROWS, spec, dim)
 

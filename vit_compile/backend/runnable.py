@@ -148,7 +148,7 @@ class Runnable:
                         encoder.owners.add(self)
                     for index in self.program.static_args[:1]:
                         # Dynamo may keep a trace for as long as the code lives; its captures go with the weights.
-                        weakref.finalize(args[index], _forget, weakref.ref(self))
+                        weakref.finalize(args[index], _forget, weakref.ref(self)).atexit = False
                     self.encoder = encoder
         return self.encoder
 
@@ -156,10 +156,10 @@ class Runnable:
         """The capture for a plan, made now if need be, and whether it is new."""
         made, fresh = self._held_or_new(encoder, target, args, env)
         if isinstance(made, Skip) and made is self.unsafe:
-            report_skip(made, strict=self.options.strict)
             exact = self.plan(env)  # padding is off now, so this is the exact size or a skip
             if isinstance(exact, Skip) or exact == target:
                 return (exact if isinstance(exact, Skip) else made), False
+            report_skip(made, strict=self.options.strict)
             return self._find_or_capture(encoder, exact, args, env)
         return made, fresh
 
@@ -277,6 +277,9 @@ class Runnable:
         """The proof that is made once for a graph."""
         if self._count_proved:
             return None
+        rows, largest = self.roles.rows(env), self._budgets[-1]
+        if rows is not None and 2 * rows > largest:  # the trial doubles the rows: stay within what the user budgeted
+            args, env = smaller_call(args, self.program, self.roles, env, largest) or (args, env)
         with torch.inference_mode(False), torch.no_grad():
             unsafe = _trial(lambda: prove_count(self.program, self.roles, args, env, self._kind))
         self._count_proved = unsafe is None
@@ -320,8 +323,10 @@ class Runnable:
         else:
             with torch.cuda.device(encoder.device):
                 recorder.before_replay()
-                outputs = self._finish(capture.replay(args, env), args, env)
-                recorder.after_replay()
+                try:
+                    outputs = self._finish(capture.replay(args, env), args, env)
+                finally:
+                    recorder.after_replay()
         exact = self.roles.rows(env) == self.roles.rows(capture.env)
         kind = "exact" if exact else "padded"
         counters.add("exact_replays" if exact else "padded_replays")

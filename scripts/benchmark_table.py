@@ -1,0 +1,149 @@
+"""Markdown tables from the result files of `bench_backend.py`.
+
+    python scripts/benchmark_table.py docs/benchmarks/*.json                              prints every table
+    python scripts/benchmark_table.py docs/benchmarks/*.json --into docs/benchmarks.md README.md    updates the pages
+
+A page has the tables between `<!-- tables -->` and `<!-- end -->`, or the short one between `<!-- summary -->` and
+`<!-- end -->`. Every number is read from the files. A file may say that a field of a peer is not valid, and why:
+`"invalid": {"<peer>": {"bytes": "<reason>"}}`; the table then has a dash and the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+OURS = "vit_cudagraph full"
+RIVALS = {"eager": "eager as shipped", "torch.compile": "torch.compile", "reduce-overhead": "reduce-overhead"}
+
+Row = dict[str, Any]
+
+
+class Result:
+    """One result file: one tower."""
+
+    def __init__(self, path: Path) -> None:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        self.command: str = content["command"]
+        self.environment: dict[str, Any] = content["environment"]
+        self.invalid: dict[str, dict[str, str]] = content.get("invalid", {})
+        self.tower: str = content["rows"][0]["tower"]
+        self.peers: dict[str, list[Row]] = {}
+        for row in content["rows"]:
+            self.peers.setdefault(row["peer"], []).append(row)
+        self.cases = {row["case"]: row["patches"] for row in content["rows"] if "case" in row}
+
+    def ms(self, peer: str, case: str) -> float | None:
+        """Milliseconds of a peer on a case, None where it did not run."""
+        found = [row["ms"] for row in self.peers.get(peer, []) if row.get("case") == case]
+        return found[0] if found else None
+
+    def field(self, peer: str, name: str, text: str) -> str:
+        """`text`, or a dash where the file says that the field is not valid."""
+        return "-" if name in self.invalid.get(peer, {}) else text
+
+
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def head(titles: list[str]) -> list[str]:
+    return [line(titles), line(["---", *["---:"] * (len(titles) - 1)])]
+
+
+def milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def tower_table(result: Result) -> list[str]:
+    """ms per case, setup, memory and difference of every peer."""
+    titles = ["peer", *[f"{case} ({patches} patches)" for case, patches in result.cases.items()]]
+    lines = head([*titles, "setup s", "MiB", "difference from eager"])
+    for peer, rows in result.peers.items():
+        if "error" in rows[0]:
+            lines.append(line([peer, *["-"] * len(result.cases), "-", "-", f"failed: {rows[0]['error'].split(':')[0]}"]))
+            continue
+        differences = [row["difference"] for row in rows]
+        lines.append(
+            line(
+                [
+                    peer,
+                    *[milliseconds(result.ms(peer, case)) for case in result.cases],
+                    result.field(peer, "setup_s", f"{rows[0]['setup_s']:.1f}"),
+                    result.field(peer, "bytes", f"{rows[0]['bytes'] / 2**20:.0f}"),
+                    "0" if not any(differences) else f"{min(differences):.4f} to {max(differences):.4f}",
+                ]
+            )
+        )
+    return lines
+
+
+def ratio_table(result: Result) -> list[str]:
+    """Time of each rival over that of `OURS`, per case."""
+    lines = head([f"their time / time of `{OURS}`", *result.cases])
+    for peer, name in RIVALS.items():
+        cells = []
+        for case in result.cases:
+            ours, theirs = result.ms(OURS, case), result.ms(peer, case)
+            cells.append("-" if ours is None or theirs is None else f"{theirs / ours:.2f}")
+        lines.append(line([name, *cells]))
+    return lines
+
+
+def served(result: Result) -> str:
+    """Which graph served each case."""
+    rows = [row for row in result.peers.get(OURS, []) if "case" in row]
+    return "; ".join(f"{row['case']}: {row['served'].replace(': ', ', ')}" for row in rows)
+
+
+def tables(results: list[Result]) -> str:
+    """One section per tower."""
+    lines: list[str] = []
+    for result in results:
+        machine = result.environment
+        versions = f"torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}"
+        lines += [f"## {result.tower}", "", f"{machine['device']}, {versions}. `{result.command}`", ""]
+        lines += [*tower_table(result), "", *ratio_table(result), ""]
+        lines += [f"Served by: {served(result)}.", ""] if served(result) else []
+        for peer, reasons in result.invalid.items():
+            lines += [f"No `{name}` for `{peer}`: {reason}" for name, reason in reasons.items()] + [""]
+    return "\n".join(lines)
+
+
+def summary(results: list[Result]) -> str:
+    """ms of four peers, every tower and case."""
+    peers = [*RIVALS, OURS]
+    lines = head(["tower", "images", *[f"{RIVALS.get(peer, peer)}, ms" for peer in peers]])
+    for result in results:
+        for case in result.cases:
+            lines.append(line([result.tower, case, *[milliseconds(result.ms(peer, case)) for peer in peers]]))
+    return "\n".join(lines) + "\n"
+
+
+def updated(page: str, results: list[Result]) -> str:
+    """A page with its tables made anew."""
+    for marker, make in (("tables", tables), ("summary", summary)):
+        text = f"<!-- {marker} -->\n\n{make(results).rstrip()}\n\n<!-- end -->"
+        page = re.sub(rf"<!-- {marker} -->\n.*?<!-- end -->", lambda _, text=text: text, page, flags=re.DOTALL)
+    return page
+
+
+def main() -> None:
+    """Print the tables, or write them into pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--into", nargs="+", type=Path, default=[], help="pages whose tables are made anew")
+    options = parser.parse_args()
+    results = [Result(path) for path in sorted(options.files)]
+    if not options.into:
+        print(tables(results))
+        print(summary(results))
+    for page in options.into:
+        page.write_text(updated(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
