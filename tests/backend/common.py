@@ -15,9 +15,10 @@ from torch import fx
 from tests.towers import COUNTING_NAME, ToyTower, boundaries, toy_rows, toy_tower
 from vit_compile.backend import passes as graph_passes
 from vit_compile.backend import roles as role_module
+from vit_compile.backend.builder import Builder
 from vit_compile.backend.entry import _example_env
 from vit_compile.backend.pieces import PieceLibrary
-from vit_compile.backend.program import Builder, Program
+from vit_compile.backend.program import Program
 from vit_compile.backend.roles import Role, RoleTable
 from vit_compile.backend.sizes import Env, SymbolTable
 from vit_compile.backend.split import Split, split

@@ -72,6 +72,7 @@ class Encoder:
         for owner in list(self.owners):
             self.drop(owner, list(owner.captures))
             owner.failures.clear()
+        self.start_afresh_if_empty()  # also where the graphs went before, and their captures with them
 
 
 _encoders: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -15,10 +15,11 @@ from torch import fx
 
 from vit_compile import _torch_compat as compat
 from vit_compile.backend import passes, roles
+from vit_compile.backend.builder import Builder, UnsupportedValueError
 from vit_compile.backend.dump import Dump
 from vit_compile.backend.pieces import PieceLibrary
 from vit_compile.backend.plain import PlainRunnable, Refusal
-from vit_compile.backend.program import Builder, Program, UnsupportedValueError
+from vit_compile.backend.program import Program
 from vit_compile.backend.runnable import Runnable
 from vit_compile.backend.sizes import SymbolTable
 from vit_compile.backend.split import Split, split

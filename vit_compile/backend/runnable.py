@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -17,12 +16,12 @@ from vit_compile.backend.padding import StaticInputs, overlaps, padded_env, trim
 from vit_compile.backend.pieces import PieceLibrary
 from vit_compile.backend.program import Program, run_piece
 from vit_compile.backend.proof import guards_at, prove_count, prove_garbage, smaller_call
+from vit_compile.backend.recording import record, trial
 from vit_compile.backend.report import Report
 from vit_compile.backend.roles import RoleTable
 from vit_compile.backend.sizes import Env
-from vit_compile.errors import SkipError
 from vit_compile.options import BackendOptions
-from vit_compile.stats import CallRecord, Skip, counters, logger, record_call, report_skip
+from vit_compile.stats import CallRecord, Skip, counters, record_call, report_skip
 
 _PLAN_CACHE = 4096
 
@@ -240,38 +239,14 @@ class Runnable:
         return skip
 
     def _record(self, encoder: Encoder, target: Env, args: Sequence[Any]) -> Capture | Skip:
-        started = time.perf_counter()
-        label = size_label(self.program, self.roles, target)
-        try:
-            made = self._record_twice(encoder, target, args)
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            return Skip("out-of-memory", f"{label}: {str(error).splitlines()[0]}")
-        except SkipError:
-            raise
-        except Exception as error:
-            return Skip("capture-failed", f"{label}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-        made.milliseconds = (time.perf_counter() - started) * 1e3
-        cap = self.options.max_graph_bytes
-        if cap is not None and encoder.nbytes + made.nbytes > cap:
-            return Skip("max-graph-bytes", f"{label} would take {made.nbytes} bytes more; max_graph_bytes={cap}")
-        return made
+        def make() -> Capture:
+            return self._kind(self.program, self.roles, target, encoder.recorder, self._calls_for(target, args))
 
-    def _record_twice(self, encoder: Encoder, target: Env, args: Sequence[Any]) -> Capture:
-        """Record; once more if the device reported an error, since another thread's synchronisation breaks a capture."""
-        with torch.inference_mode(False), torch.no_grad():
-            for attempt in (1, 2):
-                made = self._kind(self.program, self.roles, target, encoder.recorder, self._calls_for(target, args))
-                try:
-                    made.record(args)
-                    return made
-                except torch.OutOfMemoryError:
-                    raise
-                except RuntimeError as error:
-                    if encoder.recorder is None or attempt == 2:
-                        raise
-                    logger.warning("capture of %s failed, trying once more: %s", made.label, (str(error).splitlines() or [""])[0])
-        raise AssertionError("two attempts end in a return or an error")
+        made = record(make, args, size_label(self.program, self.roles, target))
+        cap = self.options.max_graph_bytes
+        if isinstance(made, Capture) and cap is not None and encoder.nbytes + made.nbytes > cap:
+            return Skip("max-graph-bytes", f"{made.label} would take {made.nbytes} bytes more; max_graph_bytes={cap}")
+        return made
 
     def _prove_count(self, args: Sequence[Any], env: Env) -> Skip | None:
         """The proof that is made once for a graph."""
@@ -281,7 +256,7 @@ class Runnable:
         if rows is not None and 2 * rows > largest:  # the trial doubles the rows: stay within what the user budgeted
             args, env = smaller_call(args, self.program, self.roles, env, largest) or (args, env)
         with torch.inference_mode(False), torch.no_grad():
-            unsafe = _trial(lambda: prove_count(self.program, self.roles, args, env, self._kind))
+            unsafe = trial(lambda: prove_count(self.program, self.roles, args, env, self._kind))
         self._count_proved = unsafe is None
         return unsafe
 
@@ -294,7 +269,7 @@ class Runnable:
             return None  # no legal size is smaller, so nothing will ever be padded to this one
         nan = all(s.attention is not None and s.attention.op.isolates_nan for s in self.program.attention_steps)
         with torch.inference_mode(False), torch.no_grad():
-            return _trial(lambda: prove_garbage(self.program, self.roles, made, smaller[0], smaller[1], nan=nan))
+            return trial(lambda: prove_garbage(self.program, self.roles, made, smaller[0], smaller[1], nan=nan))
 
     def _calls_for(self, env: Env, args: Sequence[Any]) -> dict[str, Callable[..., Any]]:
         """Statically compiled pieces where `compile_sizes` asks for them."""
@@ -410,14 +385,6 @@ class Runnable:
 def _covers(have: Env, need: Env, loose: Collection[int]) -> bool:
     """Are two environments equal, but for `loose` symbols (segments, bounds), of which `have` has no less?"""
     return all(h >= n if i in loose else h == n for i, (h, n) in enumerate(zip(have, need, strict=True)))
-
-
-def _trial(proof: Callable[[], Skip | None]) -> Skip | None:
-    """Run a proof; one that cannot be carried out proves nothing."""
-    try:
-        return proof()
-    except Exception as error:
-        return Skip("padding-unproved", f"the trial failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
 
 def _forget(runnable: weakref.ref[Runnable]) -> None:

@@ -1,0 +1,60 @@
+"""Trying things that may fail, and saying what failed as a value: recordings and proofs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vit_compile.backend.capture import Capture
+from vit_compile.errors import SkipError
+from vit_compile.stats import Skip, logger
+
+
+def record(make: Callable[[], Capture], args: Sequence[Any], label: str) -> Capture | Skip:
+    """Make a capture and record it with a call's arguments as data; a skip with the reason where that fails.
+
+    A recording on a device is tried twice, since another thread's synchronisation breaks it.
+    """
+    started = time.perf_counter()
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            made = _record_twice(make, args)
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        return Skip("out-of-memory", f"{label}: {_first_line(error)}")
+    except SkipError:
+        raise
+    except Exception as error:
+        return Skip("capture-failed", f"{label}: {type(error).__name__}: {_first_line(error)}")
+    made.milliseconds = (time.perf_counter() - started) * 1e3
+    return made
+
+
+def _record_twice(make: Callable[[], Capture], args: Sequence[Any]) -> Capture:
+    made = make()
+    try:
+        made.record(args)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if made.recorder is None:
+            raise
+        logger.warning("capture of %s failed, trying once more: %s", made.label, _first_line(error))
+        made = make()
+        made.record(args)
+    return made
+
+
+def trial(proof: Callable[[], Skip | None]) -> Skip | None:
+    """Run a proof; one that cannot be carried out proves nothing."""
+    try:
+        return proof()
+    except Exception as error:
+        return Skip("padding-unproved", f"the trial failed: {type(error).__name__}: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
