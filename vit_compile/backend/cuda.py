@@ -105,7 +105,8 @@ class Recorder:
         """Mark the point after which buffers may be reused."""
         if self.last_replay is None:
             self.last_replay = torch.cuda.Event()
-        self.last_replay.record(torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.device):
+            self.last_replay.record(torch.cuda.current_stream(self.device))
 
 
 @contextmanager

@@ -206,6 +206,8 @@ class Runnable:
             return made
         if self.may_pad:
             unsafe = self._prove_garbage(made, args, env)
+            if encoder.recorder is not None:
+                encoder.recorder.after_replay()  # the trial ran replays on this stream, outside of `_replay`
             if unsafe is not None:
                 return self._padding_is_off(unsafe)
         made.weight_pointers = self._weight_pointers(args)
