@@ -369,6 +369,23 @@ def test_memory_comes_back(mode: str) -> None:
         assert relative(compiled(*call), tower(*call)) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("mode", ["full", "piecewise"])
+def test_memory_goes_with_the_model(mode: str) -> None:
+    """Deleting a model gives its captures' memory back, without `clear()` (hazard 30)."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    tower = norm_view(torch.bfloat16)
+    compiled = torch.compile(tower, backend="vit_cudagraph", options=options(mode, token_budgets=[1 << 14]))
+    with torch.no_grad():
+        vit_compile.warmup(compiled, *inputs([20], torch.bfloat16), progress=False)
+    assert torch.cuda.memory_reserved() > before
+    del tower, compiled
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + (4 << 20)
+
+
 def test_captures_that_die_with_their_trace_leave_a_usable_pool() -> None:
     """When torch.compile forgets a trace its captures go, and the same weights can be captured again."""
     tower = norm_view(torch.float32)

@@ -396,6 +396,7 @@ def _forget(runnable: weakref.ref[Runnable]) -> None:
         owner.lost_weights = bool(owner.captures)
         owner.captures.clear()
         owner.failures.clear()
+        owner.encoder = None  # and its pool; a call with other weights finds another
 
 
 def clear() -> None:
