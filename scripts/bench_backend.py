@@ -28,6 +28,7 @@ import transformers
 from torch import nn
 
 import vit_compile
+from vit_compile.backend.encoder import encoders
 from vit_compile.models import hf_attention
 from vit_compile.models.vision_metadata import vision_metadata
 
@@ -254,6 +255,7 @@ def run_peer(bench: Bench, peer: str, seconds: float, wanted: dict[str, torch.Te
                 "setup_s": round(setup, 1),
                 "bytes": taken,
                 "difference": _relative(got, wanted[label]),
+                "captures": {c.label: c.nbytes for e in encoders() for c in e.captures()} if ours else {},
                 "served": f"{served.kind}: {served.graph or served.reason}" if served else "",
             }
         )

@@ -265,3 +265,21 @@ def test_no_listener_is_left_behind() -> None:
     watched = weakref.ref(x)
     del x
     assert watched() is None
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_a_budget_of_one_image_is_captured_too(images: int) -> None:
+    """A batch of one is a trace of its own: whatever the example, its budget is ready, and nothing is skipped for it."""
+    tower = towers.tiny_dinov2(depth=2)
+    side = tower.config.image_size
+    patches = (side // tower.config.patch_size) ** 2
+    ours = compiled(tower, token_budgets=[patches, 2 * patches, 4 * patches], patches_per_row=patches, strict=True)
+    with torch.no_grad():
+        report = vit_compile.warmup(ours, torch.randn(images, 3, side, side), progress=False)
+        assert len(report.captures) == 3
+        assert not report.skips
+        with counters.expect(captures=0, graphs_seen=0, exact_replays=2, padded_replays=1, skips={}):
+            for count in (1, 2, 3):
+                x = torch.randn(count, 3, side, side)
+                got, want = ours(x), tower(x)
+                assert (got.last_hidden_state - want.last_hidden_state).abs().max() <= 1e-5

@@ -83,7 +83,7 @@ _lock = threading.Lock()
 def encoders() -> list[Encoder]:
     """All encoders of this process."""
     with _lock:
-        return [*_encoders.values(), *_nameless]
+        return [*(encoder for by_device in _encoders.values() for encoder in by_device.values()), *_nameless]
 
 
 def encoder_of(weights: Sequence[Any], device: torch.device) -> Encoder:
@@ -94,8 +94,7 @@ def encoder_of(weights: Sequence[Any], device: torch.device) -> Encoder:
             _nameless.add(alone)
         return alone
     with _lock:
-        encoder = _encoders.get(weights[0])
-        if encoder is None or encoder.device != device:
-            encoder = _encoders[weights[0]] = Encoder(device)
-        assert isinstance(encoder, Encoder), "the registry holds encoders"
-        return encoder
+        by_device: dict[torch.device, Encoder] = _encoders.setdefault(weights[0], {})
+        if device not in by_device:
+            by_device[device] = Encoder(device)
+        return by_device[device]

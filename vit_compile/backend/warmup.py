@@ -53,6 +53,8 @@ def warmup(compiled: Callable[..., Any], *example_args: Any, progress: bool = Tr
         if _traced_for_one(calls):
             # torch.compile treats a size of 1 as a constant: two of the same give a graph for any number.
             calls += _listen(compiled, _symbolic(_doubled(example_args)), _symbolic(_doubled(example_kwargs)))
+        elif _needs_one(calls):
+            calls += _listen(compiled, _first(example_args, calls), _first(example_kwargs, calls))
         if not calls:
             raise WarmupError(
                 "the call ran no graph that can be captured. Either it was not compiled with backend='vit_cudagraph', or every "
@@ -72,7 +74,13 @@ def _listen(compiled: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[
 
 
 def _capture_all(calls: Sequence[tuple[Runnable, list[Any], Env]], progress: bool) -> WarmupReport:
-    todo = [(runnable, args, env, rows) for runnable, args, env in calls for rows in _rows(runnable)]
+    alone = any(runnable.roles.row_symbol < 0 and runnable.roles.static_rows == 1 for runnable, _, _ in calls)
+    todo = [
+        (runnable, args, env, rows)
+        for runnable, args, env in calls
+        for rows in _rows(runnable)
+        if rows != 1 or not alone  # a batch of one has its own trace
+    ]
     skips: list[Skip] = []
     for runnable, args, env, rows in _progress(todo, progress):
         skip = runnable.prepare_as_seen(args, env) if rows is None else _capture_one(runnable, args, env, rows)
@@ -123,6 +131,20 @@ def _traced_for_one(calls: Sequence[tuple[Runnable, list[Any], Env]]) -> bool:
         and runnable.options.patches_per_row > 1
         for runnable, _, _ in calls
     )
+
+
+def _needs_one(calls: Sequence[tuple[Runnable, list[Any], Env]]) -> bool:
+    """Is there a budget of one image, which the traces for several cannot serve?"""
+    return any(
+        runnable.roles.row_symbol >= 0 and runnable.options.patches_per_row > 1 and 1 in runnable.options.budget_rows()
+        for runnable, _, _ in calls
+    )
+
+
+def _first(value: Any, calls: Sequence[tuple[Runnable, list[Any], Env]]) -> Any:
+    """The first image of every batch among the arguments."""
+    batches = {runnable.roles.rows(env) for runnable, _, env in calls}
+    return _map(value, lambda t: t[:1].clone() if t.dim() > 1 and t.shape[0] in batches else t)
 
 
 def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
