@@ -40,6 +40,7 @@ __all__ = [
     "compile_inductor_piece",
     "compile_plain",
     "fake_mode_of",
+    "float_symbols",
     "guard_expressions",
     "is_static_input",
     "make_floats_constant",
@@ -96,6 +97,11 @@ def sympy_expr(value: Any) -> sympy.Expr:
     if isinstance(value, torch.SymInt):
         return value.node.expr
     return sympy.Integer(int(value))
+
+
+def float_symbols(value: torch.SymFloat) -> set[sympy.Symbol]:
+    """Symbols that a symbolic float is computed from."""
+    return set(value.node.expr.free_symbols)
 
 
 def unbacked_symbols(value: Any) -> set[sympy.Symbol]:

@@ -149,6 +149,8 @@ class Counters:
         for name in deltas:
             if name not in COUNTS:
                 raise OptionError(f"no counter {name!r}; there are: {', '.join(COUNTS)}, skips.")
+            if isinstance(deltas[name], bool) or not isinstance(deltas[name], int):
+                raise OptionError(f"{name}={deltas[name]!r}: expected an integer, the change of the counter.")
         before, skips_before = {name: getattr(self, name) for name in deltas}, self.skips
         yield
         wrong = [
@@ -184,6 +186,11 @@ def report_skip(skip: Skip, *, strict: bool) -> None:
 def record_call(record: CallRecord) -> None:
     """Keep the record of this thread's last call."""
     _local.last = record
+
+
+def forget_call() -> None:
+    """Drop the record of this thread's last call: what comes next may not leave one."""
+    _local.last = None
 
 
 def last_call() -> CallRecord | None:

@@ -20,6 +20,7 @@ from torch import fx
 
 from vit_compile import _torch_compat as compat
 from vit_compile.backend.split import Split
+from vit_compile.errors import OptionError
 from vit_compile.stats import Skip, counters
 
 if TYPE_CHECKING:
@@ -71,9 +72,12 @@ class Dump:
                     compat.on_bytecode(_on_bytecode)
             folder = _folders[key]
             path = folder.path / f"graph_{len(folder.graphs)}"
-            if path.exists():
-                shutil.rmtree(path)
-            path.mkdir(parents=True)
+            try:
+                if path.exists():
+                    shutil.rmtree(path)
+                path.mkdir(parents=True)
+            except OSError as error:
+                raise OptionError(f"debug_dir={debug_dir!r}: no folder can be made there ({error}).") from error
             dump = cls(path, folder)
             folder.graphs.append(dump)
         _pending.dump = dump

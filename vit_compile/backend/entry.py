@@ -22,7 +22,7 @@ from vit_compile.backend.plain import PlainRunnable, Refusal
 from vit_compile.backend.program import Program
 from vit_compile.backend.runnable import Runnable
 from vit_compile.backend.sizes import SymbolTable
-from vit_compile.backend.split import Split, split
+from vit_compile.backend.split import Split, attention_nodes, split
 from vit_compile.backend.survey import source_line
 from vit_compile.errors import OptionError, VitCompileError
 from vit_compile.options import MODES, BackendOptions
@@ -97,7 +97,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backend
         report_skip(skip, strict=options.strict)
     library.compile()
     example_env = _example_env(gm, table)
-    role_table = roles.infer(program, gm, example_env)
+    role_table = roles.infer(program, gm, example_env, attention_nodes(gm.graph, options.splitting_ops)[0])
     chosen, mode_skip = _mode(options.mode, cut)
     if mode_skip is not None:
         report_skip(mode_skip, strict=options.strict)

@@ -146,7 +146,10 @@ class StaticInputs:
     def fill(self, args: Sequence[Any]) -> None:
         """Copy a call's inputs to the front of the buffers and restore the padding behind them."""
         for buffer in self.buffers:
-            _fill(buffer, args[buffer.role.arg])
+            value = args[buffer.role.arg]
+            if buffer.role.indexes is not None:  # -1 is the last real row, not the last of the capture
+                value = torch.where(value < 0, value + buffer.role.indexes(self.program.table.read(args)), value)
+            _fill(buffer, value)
 
     def poison(self, kind: str, generator: torch.Generator) -> None:
         """Put garbage into the padding of the last `fill`: "small", "large" (finite) or "nan".
@@ -235,6 +238,17 @@ def _garbage(tail: torch.Tensor, buffer: _Buffer, kind: str, generator: torch.Ge
     scale = 1.0 if kind == "small" else 1e4
     noise = torch.randn(tail.shape, generator=generator, dtype=torch.float32) * scale
     return noise.clamp(-6e4, 6e4).to(device=tail.device, dtype=tail.dtype)
+
+
+def randomised(args: Sequence[Any], roles: RoleTable) -> list[Any]:
+    """The same call with random numbers in its floating-point rows: real ones may be constant, and hide what depends on them."""
+    result, generator = list(args), torch.Generator().manual_seed(0)
+    for role in roles.inputs:
+        value = args[role.arg]
+        if role.role is Role.ROWS and value.dtype.is_floating_point:
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float32)
+            result[role.arg] = torch.empty_like(value).copy_(noise)
+    return result
 
 
 def cut(args: Sequence[Any], program: Program, roles: RoleTable, env: Env, rows: int) -> tuple[list[Any], Env] | Skip:

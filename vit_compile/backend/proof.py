@@ -14,13 +14,20 @@ from typing import Any
 import torch
 
 from vit_compile.backend.capture import Capture
-from vit_compile.backend.padding import cut, padded_env, trim
+from vit_compile.backend.padding import cut, padded_env, randomised, trim
 from vit_compile.backend.program import Program, Step
 from vit_compile.backend.roles import RoleTable
 from vit_compile.backend.sizes import Env
 from vit_compile.stats import Skip
 
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# Relative difference of a whole output (by norm), and of one element beside the size of its channel. Other matrix shapes
+# sum in another order; a model in bfloat16 with random weights was seen to differ by 0.03 as a whole.
+_TOLERANCE = {
+    torch.float64: (1e-6, 1e-5),
+    torch.float32: (1e-3, 1e-2),
+    torch.bfloat16: (0.1, 0.75),
+    torch.float16: (0.05, 0.4),
+}
 _UNITS = (64, 36, 16, 9, 8, 4, 3, 2, 1)
 
 
@@ -62,14 +69,15 @@ def prove_count(program: Program, roles: RoleTable, args: Sequence[Any], env: En
     if wide is None:
         return Skip("padding-unproved", f"no size above {real} rows satisfies the traced guards")
     padded = kind(program, roles, wide, None, {})
-    exact = real_outputs(program, program.run(args, env), env)
-    got = real_outputs(program, padded.replay_unrecorded(args, env), env)
-    for index, (want, have) in enumerate(zip(exact, got, strict=True)):
-        difference = _relative_difference(have, want)
-        if not difference <= _TOLERANCE.get(want.dtype, 0.0):
-            where = _first_step(program, args, env, padded)
-            detail = f"output {index} changes by {difference:.2g} (relative) when {real} rows are padded to {roles.rows(wide)}"
-            return Skip("padding-unsafe", f"{detail}; first seen after {where}")
+    for call in (list(args), randomised(args, roles)):
+        exact = real_outputs(program, program.run(call, env), env)
+        got = real_outputs(program, padded.replay_unrecorded(call, env), env)
+        for index, (want, have) in enumerate(zip(exact, got, strict=True)):
+            difference = _difference(have, want)
+            if not difference <= 1:
+                where = _first_step(program, call, env, padded)
+                detail = f"output {index} changes ({difference:.2g} of what is tolerated) when {real} rows are padded to"
+                return Skip("padding-unsafe", f"{detail} {roles.rows(wide)}; first seen after {where}")
     return None
 
 
@@ -80,7 +88,7 @@ def _first_step(program: Program, args: Sequence[Any], env: Env, padded: Capture
     padded.replay_unrecorded(args, env, wide)
     for name, values in exact.seen.items():
         for want, have in zip(values, wide.seen.get(name, values), strict=True):
-            if not _relative_difference(have, want) <= _TOLERANCE.get(want.dtype, 0.0):
+            if not _difference(have, want) <= 1:
                 return name
     return "the last step"
 
@@ -112,17 +120,23 @@ def guards_at(program: Program, roles: RoleTable, target: Env, env: Env) -> str 
     return program.table.broken_guard(tuple(env[i] if i in roles.bound_symbols else v for i, v in enumerate(target)))
 
 
-def _relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
+def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest difference over what is tolerated: of the whole by norm, of each element beside its channel's size."""
     if not (want.dtype.is_floating_point or want.dtype.is_complex):
         return 0.0 if torch.equal(got, want) else float("inf")
+    whole, single = _TOLERANCE.get(want.dtype, (0.0, 0.0))
     wide = torch.complex128 if want.dtype.is_complex else torch.float64
     a, b = got.to(wide), want.to(wide)
-    finite = torch.isfinite(a) & torch.isfinite(b)
     if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
         return float("inf")
-    a, b = a[finite], b[finite]
-    norm = torch.linalg.vector_norm(b).item()
-    return torch.linalg.vector_norm(a - b).item() / norm if norm else float((a != b).any().item())
+    a, b = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)
+    norm, difference = torch.linalg.vector_norm(b).item(), (a - b).abs()
+    if norm == 0 or whole == 0:
+        return 0.0 if not bool(difference.any()) else float("inf")
+    channels = b.abs().square().reshape(-1, b.shape[-1] if b.dim() else 1).mean(0).sqrt()
+    floor = channels.median() * 0.1 if bool(channels.median() > 0) else channels.max() * 0.01
+    beside = (difference.reshape(-1, channels.shape[0]) / torch.maximum(channels, floor)).max().item()
+    return float(max(torch.linalg.vector_norm(difference).item() / norm / whole, beside / single))
 
 
 def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -146,7 +160,7 @@ def prove_garbage(
         args, env: a call with fewer rows than the capture.
         nan: also try NaN, where every attention op keeps it inside its segment.
     """
-    inputs = capture.inputs
+    args, inputs = randomised(args, roles), capture.inputs
     generator = torch.Generator().manual_seed(0)
     inputs.fill(args)
     substituted = inputs.substitute(args)

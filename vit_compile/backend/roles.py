@@ -8,18 +8,17 @@ padding is safe is then proved, not assumed (`proof.py`).
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import fx
 
+from vit_compile.backend.mixing import CONVERSIONS, find_mixing, op_name
 from vit_compile.backend.program import AttentionCall, Program
 from vit_compile.backend.sizes import Env, Size, TensorSpec
-from vit_compile.backend.survey import source_line
+from vit_compile.backend.split import attention_nodes
 from vit_compile.stats import Skip
 
 
@@ -42,6 +41,8 @@ class InputRole:
     role: Role
     spec: TensorSpec
     dim: int = -1
+    indexes: Size | None = None
+    """For integers that pick rows: how many there are to pick from. Negative ones count from the real end."""
     fixed: tuple[int, ...] = field(init=False)
     """Its traced shape, -1 where the size is symbolic."""
 
@@ -79,8 +80,14 @@ class RoleTable:
         return env[self.row_symbol] if self.row_symbol >= 0 else None
 
 
-def infer(program: Program, gm: fx.GraphModule, example_env: Env) -> RoleTable:
-    """Roles of the inputs of `program`, whose uncut graph is `gm`; `example_env` are the sizes it was traced with."""
+def infer(program: Program, gm: fx.GraphModule, example_env: Env, attention: Collection[fx.Node] | None = None) -> RoleTable:
+    """Roles of the inputs of `program`.
+
+    Args:
+        gm: the uncut graph.
+        example_env: the sizes with which it was traced.
+        attention: its attention calls; None: those of the default set.
+    """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     calls, computed = _boundary_calls(program, placeholders)
     boundary_args = set(calls)
@@ -95,8 +102,8 @@ def infer(program: Program, gm: fx.GraphModule, example_env: Env) -> RoleTable:
     for arg in program.tensor_args:
         table.inputs.append(_role(arg, placeholders[arg], program, table, boundary_args, example_env))
     table.conflict = _conflict(program, table, boundary_args)
-    if table.conflict is None:
-        table.conflict = _size_in_arithmetic(gm, program, table)
+    if table.conflict is None and table.row_symbol >= 0:
+        table.conflict = _mixing(gm, program, table, placeholders, attention)
     if computed and table.conflict is None:
         table.conflict = Skip("padding-unproved", f"the boundaries of {computed} are computed inside the graph")
     return table
@@ -144,9 +151,6 @@ def _static_rows(program: Program, boundary_args: set[int]) -> int:
     return max(shapes, key=math.prod)[0] if shapes else 0
 
 
-_UNARY = {"to", "int", "long", "contiguous", "clone", "type", "cuda", "flatten", "view", "reshape", "detach"}
-
-
 def _boundary_calls(program: Program, placeholders: Sequence[fx.Node]) -> tuple[dict[int, list[AttentionCall]], str | None]:
     """For each argument that reaches the boundaries of attention calls (directly or through a conversion), those calls;
     and the name of a step whose boundaries come from somewhere else."""
@@ -169,7 +173,7 @@ def _boundary_calls(program: Program, placeholders: Sequence[fx.Node]) -> tuple[
 def _downstream_conversions(node: fx.Node) -> list[fx.Node]:
     found = []
     for user in node.users:
-        if user.op == "call_method" and user.target in _UNARY:
+        if user.op == "call_method" and user.target in CONVERSIONS:
             found += [user, *_downstream_conversions(user)]
     return found
 
@@ -193,28 +197,40 @@ def _bound_symbols(program: Program, gm: fx.GraphModule, placeholders: Sequence[
     return frozenset(bounds - elsewhere)
 
 
-_GATHERS = {"index_select", "gather", "take_along_dim", "argsort", "sort", "index_copy", "index_copy_", "scatter", "index_add"}
+def _index_target(node: fx.Node, row_symbols: set[int], program: Program, length: Size, env: Env) -> tuple[bool, Size | None]:
+    """Is an integer input an index of rows, and how many rows does it index?
 
-
-def _gathers_rows(node: fx.Node, row_symbols: set[int], program: Program, length: Size, example_env: Env) -> bool:
-    """Does an integer input permute or thin out the rows of a tensor that itself grows with the rows?
-
-    One that is longer than what it picks from repeats rows: an identity tail would reach past the end, zeros do not.
+    An index permutes or thins out a dimension that grows with the rows and is at least as long as itself: an identity tail
+    stays in range there. One that is longer repeats rows; zeros stay in range for it. Sorting alone makes no index.
     """
-    for user in [u for n in [node, *_downstream_conversions(node)] for u in n.users]:
-        name = user.target if user.op == "call_method" else getattr(user.target, "__name__", "")
-        if name in ("argsort", "sort"):
-            return True
-        is_getitem = user.op == "call_function" and user.target in (operator.getitem, operator.setitem)
-        if not (is_getitem or name in _GATHERS):
+    is_index, target = False, None
+    for user, dim in _indexed_dims(node):
+        value = user.args[0].meta.get("example_value") if isinstance(user.args[0], fx.Node) else None
+        if not isinstance(value, torch.Tensor) or dim >= value.dim():
             continue
-        source = user.args[0]
-        value = source.meta.get("example_value") if isinstance(source, fx.Node) else None
-        if isinstance(value, torch.Tensor):
-            growing = [size for size in program.table.spec(value).shape if size.symbols & row_symbols]
-            if growing and all(size(example_env) >= length(example_env) for size in growing):
-                return True
-    return False
+        size = program.table.size(value.shape[dim])
+        if size.symbols & row_symbols:
+            twice = tuple(2 * v for v in env)
+            is_index = is_index or (size(env) >= length(env) and size(twice) >= length(twice))
+            target = size
+    return is_index, target
+
+
+def _indexed_dims(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """Calls that use an input (or a conversion of it) as an index, and the dimension that it indexes."""
+    found = []
+    for source in [node, *_downstream_conversions(node)]:
+        for user in source.users:
+            name = op_name(user)
+            if name in ("getitem", "setitem") and len(user.args) > 1 and user.args[0] is not source:
+                items = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)
+                if source in items and not any(item is None or item is Ellipsis for item in items):
+                    found.append((user, items.index(source)))
+            elif name in ("index_select", "gather", "take_along_dim", "index_copy", "index_add") and user.args[0] is not source:
+                dim = user.kwargs.get("dim", user.args[1] if len(user.args) > 1 else 0)
+                if isinstance(dim, int) and dim >= 0:
+                    found.append((user, dim))
+    return found
 
 
 def _role(arg: int, node: fx.Node, program: Program, table: RoleTable, boundary_args: set[int], example_env: Env) -> InputRole:
@@ -236,8 +252,10 @@ def _role(arg: int, node: fx.Node, program: Program, table: RoleTable, boundary_
         table.scaled[symbol] = ratio
     integers = not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype == torch.bool)
     rows = {table.row_symbol, *table.scaled}
-    if integers and len(spec.shape) == 1 and _gathers_rows(node, rows, program, spec.shape[dim], example_env):
-        return InputRole(arg, name, Role.INDEX, spec, dim)
+    if integers:
+        is_index, target = _index_target(node, rows, program, spec.shape[dim], example_env)
+        chosen = Role.INDEX if is_index and len(spec.shape) == 1 else Role.ROWS
+        return InputRole(arg, name, chosen, spec, dim, indexes=target)
     return InputRole(arg, name, Role.ROWS, spec, dim)
 
 
@@ -261,31 +279,23 @@ def _ratio(count: int, rows: int) -> tuple[int, int] | None:
     return (count // rows, 1) if count % rows == 0 else None
 
 
-_ARITHMETIC = {
-    "add", "sub", "mul", "truediv", "div", "true_divide", "floordiv", "floor_divide", "pow", "mod", "remainder", "rsub",
-    "multiply", "divide", "subtract", "add_", "sub_", "mul_", "div_", "pow_", "clamp", "lerp", "eq", "ne", "lt", "le", "gt", "ge",
-}  # fmt: skip
-
-
-def _size_in_arithmetic(gm: fx.GraphModule, program: Program, table: RoleTable) -> Skip | None:
-    """A tensor computed *with* the count of rows or segments (divided by it, scaled by its logarithm), not only shaped by it.
-
-    Padding would change the count. In half precision such a change can be too small for the count proof to see.
-    """
-    counts = {table.row_symbol, *table.scaled, *table.segment_symbols}
-    for node in gm.graph.nodes:
-        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-        if name not in _ARITHMETIC or not isinstance(node.meta.get("example_value"), torch.Tensor):
-            continue
-        for value in (_example(argument) for argument in node.all_input_nodes):
-            if isinstance(value, torch.SymInt) and program.table.size(value).symbols & counts:
-                what = f"{node.name} computes with the number of rows or segments"
-                return Skip("padding-unsafe", f"{what}: {source_line(node)}")
-    return None
-
-
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
+def _mixing(
+    gm: fx.GraphModule,
+    program: Program,
+    table: RoleTable,
+    placeholders: Sequence[fx.Node],
+    attention: Collection[fx.Node] | None,
+) -> Skip | None:
+    of_role = {role: [placeholders[i.arg] for i in table.inputs if i.role is role] for role in Role}
+    return find_mixing(
+        gm,
+        program,
+        rows={table.row_symbol, *table.scaled},
+        segments=table.segment_symbols.keys(),
+        per_segment=of_role[Role.PER_SEGMENT],
+        indices=of_role[Role.INDEX],
+        attention=attention_nodes(gm.graph)[0] if attention is None else attention,
+    )
 
 
 def _conflict(program: Program, table: RoleTable, boundary_args: set[int]) -> Skip | None:

@@ -21,7 +21,7 @@ from vit_compile.backend.report import Report
 from vit_compile.backend.roles import RoleTable
 from vit_compile.backend.sizes import Env
 from vit_compile.options import BackendOptions
-from vit_compile.stats import CallRecord, Skip, counters, record_call, report_skip
+from vit_compile.stats import CallRecord, Skip, counters, forget_call, record_call, report_skip
 
 _PLAN_CACHE = 4096
 
@@ -68,6 +68,7 @@ class Runnable:
 
     def __call__(self, *args: Any) -> list[Any]:
         """Outputs of the graph, a list; tensors belong to the caller unless `outputs="borrow"`."""
+        forget_call()  # a call that raises must not leave an older call's record
         env = self.program.table.read(args)
         check_call(self.roles, args, env, read_device=self.options.checks == "full")
         if listeners.calls is not None:

@@ -111,6 +111,10 @@ class SymbolTable:
         function = eval(f"lambda env: {source}", {"math": math, "torch": torch, "max": max, "min": min})
         return Size(str(expr), symbols, function)
 
+    def indices(self, symbols: Iterable[sympy.Symbol]) -> frozenset[int]:
+        """Indices of those symbols that the table has."""
+        return frozenset(self._index[symbol] for symbol in symbols if symbol in self._index)
+
     def spec(self, value: torch.Tensor) -> TensorSpec:
         """The symbolic description of a (fake) tensor."""
         return TensorSpec(

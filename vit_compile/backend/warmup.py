@@ -15,7 +15,7 @@ from vit_compile.backend.padding import cut
 from vit_compile.backend.runnable import Runnable, listeners
 from vit_compile.backend.sizes import Env
 from vit_compile.errors import WarmupError
-from vit_compile.stats import Skip, report_skip
+from vit_compile.stats import Skip, forget_call, report_skip
 
 # Arguments that bound segments: traced symbolically, so that traffic with other bounds needs no new trace.
 _BOUND_NAMES = r"L\[.*max_?\w*(seq_?len|length|_q|_k)\w*['\]\"]"
@@ -65,6 +65,7 @@ def warmup(compiled: Callable[..., Any], *example_args: Any, progress: bool = Tr
 
 def _listen(compiled: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[Runnable, list[Any], Env]]:
     before, listeners.calls = listeners.calls, []
+    forget_call()
     try:
         with compat.symbolic_ints(_BOUND_NAMES):
             compiled(*args, **kwargs)
@@ -86,6 +87,11 @@ def _capture_all(calls: Sequence[tuple[Runnable, list[Any], Env]], progress: boo
         skip = runnable.prepare_as_seen(args, env) if rows is None else _capture_one(runnable, args, env, rows)
         if skip is not None:
             skips.append(skip)
+    for runnable in dict.fromkeys(runnable for runnable, _, _ in calls):
+        off = runnable.roles.conflict
+        if off is not None and runnable.options.token_budgets and runnable.options.padding == "auto":
+            report_skip(off, strict=runnable.options.strict)
+            skips.append(off)
     encoders = {id(runnable.encoder): runnable.encoder for runnable, _, _ in calls if runnable.encoder is not None}
     captures = [capture for encoder in encoders.values() for capture in encoder.captures()]
     return WarmupReport(tuple(capture.label for capture in captures), sum(capture.nbytes for capture in captures), tuple(skips))
