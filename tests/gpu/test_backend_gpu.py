@@ -21,6 +21,8 @@ from vit_compile.models.vision_metadata import vision_metadata
 
 # Other matrix shapes and other summation orders than eager: relative difference of whole outputs.
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
+# A stream on which matrix products ran keeps a cuBLAS workspace (32 MiB seen on an H200) in torch's hands.
+WORKSPACE = 40 << 20
 LAYOUTS = [[5, 7], [7, 5], [16], [1, 1, 1], [30, 2], [64], [20, 20, 20, 4], [3]]
 
 
@@ -349,7 +351,7 @@ def test_out_of_memory_skips_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_comes_back(mode: str) -> None:
     """`clear()` gives the device what the captures took, and a later call captures anew (hazard 30)."""
     tower = norm_view(torch.bfloat16)
-    compiled = torch.compile(tower, backend="vit_cudagraph", options=options(mode, token_budgets=[1 << 12, 1 << 14]))
+    compiled = torch.compile(tower, backend="vit_cudagraph", options=options(mode, token_budgets=[1 << 12, 1 << 18]))
     with torch.no_grad():
         compiled(*inputs([20], torch.bfloat16))
         vit_compile.clear()
@@ -363,8 +365,8 @@ def test_memory_comes_back(mode: str) -> None:
         gc.collect()
         torch.cuda.empty_cache()
         after = torch.cuda.memory_reserved()
-        assert during > before
-        assert after <= before + (4 << 20), (before, during, after)
+        assert during > before + 2 * WORKSPACE
+        assert after <= before + WORKSPACE, (before, during, after)
         call = inputs([20], torch.bfloat16)
         assert relative(compiled(*call), tower(*call)) < TOLERANCE[torch.bfloat16]
 
@@ -376,14 +378,14 @@ def test_memory_goes_with_the_model(mode: str) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     tower = norm_view(torch.bfloat16)
-    compiled = torch.compile(tower, backend="vit_cudagraph", options=options(mode, token_budgets=[1 << 14]))
+    compiled = torch.compile(tower, backend="vit_cudagraph", options=options(mode, token_budgets=[1 << 18]))
     with torch.no_grad():
         vit_compile.warmup(compiled, *inputs([20], torch.bfloat16), progress=False)
-    assert torch.cuda.memory_reserved() > before
+    assert torch.cuda.memory_reserved() > before + 2 * WORKSPACE
     del tower, compiled
     gc.collect()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before + (4 << 20)
+    assert torch.cuda.memory_reserved() <= before + WORKSPACE
 
 
 def test_captures_that_die_with_their_trace_leave_a_usable_pool() -> None:

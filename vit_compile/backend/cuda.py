@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -19,16 +21,27 @@ from vit_compile.errors import CaptureError
 T = TypeVar("T")
 # `warnings.catch_warnings` is process wide, and cuBLAS / cuDNN initialise lazily: one recording at a time.
 _recording = threading.Lock()
+# Streams of recorders that are gone. A stream keeps a cuBLAS workspace of tens of MiB, so streams are used again.
+_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
+def _take_stream(device: torch.device) -> torch.cuda.Stream:
+    idle = _idle_streams[device]
+    return idle.pop() if idle else torch.cuda.Stream(device)
 
 
 class Recorder:
-    """Records graphs for one device into one pool. Creating it does no GPU work."""
+    """Records graphs for one device into one pool, on a stream that no other live recorder uses. No GPU work by itself.
+
+    Every graph is kept until the pool is abandoned. From torch 2.12 on, destroying a graph frees the cuBLAS workspace of
+    the stream that it was recorded on, which the other graphs of that stream still write into: so they go together.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
-        self._anchor: torch.cuda.CUDAGraph | None = None
+        self._kept: list[torch.cuda.CUDAGraph] = []
         self.last_replay: torch.cuda.Event | None = None
 
     @property
@@ -48,19 +61,22 @@ class Recorder:
                 scratch.add_(1)
             finally:
                 anchor.capture_end()
-            self._pool, self._anchor = pool, anchor
+            self._pool = pool
+            self._kept.append(anchor)
         return self._pool
 
     def abandon_pool(self) -> None:
-        """Take a new pool for later recordings; graphs recorded so far keep theirs."""
-        self._pool = self._anchor = None
+        """Let go of the pool and of all graphs: only when no capture of this recorder is in use any more."""
+        self._pool = None
+        self._kept.clear()
 
     @contextmanager
     def session(self) -> Iterator[torch.cuda.Stream]:
         """Work on the side stream, ordered after the caller's stream and before what the caller does next."""
         with torch.cuda.device(self.device):
             if self._stream is None:
-                self._stream = torch.cuda.Stream(self.device)
+                self._stream = _take_stream(self.device)
+                weakref.finalize(self, _idle_streams[self.device].append, self._stream).atexit = False
             caller = torch.cuda.current_stream(self.device)
             self._stream.wait_stream(caller)
             try:
@@ -87,6 +103,7 @@ class Recorder:
             except BaseException:
                 self._abort(graph)
                 raise
+        self._kept.append(graph)
         empty = any("graph is empty" in str(w.message).lower() for w in caught)
         return (None if empty else graph), result
 
@@ -94,7 +111,8 @@ class Recorder:
         """End a broken recording so that the stream can be used again."""
         with suppress(Exception):  # it reports its cause a second time here
             graph.capture_end()
-        self.abandon_pool()
+        self._kept.append(graph)
+        self._pool = None  # it may still count as recording; graphs recorded so far keep it
 
     def before_replay(self) -> None:
         """Order the caller's stream after the previous replay, whose buffers the next one reuses."""
