@@ -107,7 +107,10 @@ def run(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            "--max-tokens", min=1, help="Most patches of one image [default: 1024; demo on a CPU: 400].", show_default=False
+            "--max-tokens",
+            min=1,
+            help="Shrink images to at most so many patches; class tokens come on top [1024; demo on a CPU: 400]",
+            show_default=False,
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,

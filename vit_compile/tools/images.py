@@ -72,9 +72,9 @@ def load_image(path: str | Path) -> Image.Image:
         raise ImageError(f"{path} is a folder: give image files, for example {path}/*.jpg.")
     if not path.exists():
         raise ImageError(f"{path}: no such file.")
+    if path.stat().st_size == 0:
+        raise ImageError(f"{path} is empty (0 bytes).")
     try:
-        if path.stat().st_size == 0:
-            raise ImageError(f"{path} is empty (0 bytes).")
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as opened:
@@ -86,7 +86,7 @@ def load_image(path: str | Path) -> Image.Image:
         raise ImageError(f"{path} has more pixels than Pillow's safety limit allows: make it smaller first.") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:  # what Pillow's decoders raise on damaged files
         raise ImageError(
-            f"{path} cannot be read: {str(error).splitlines()[0] if str(error) else type(error).__name__}."
+            f"{path} cannot be read: {str(error).splitlines()[0].rstrip('.') if str(error) else type(error).__name__}."
         ) from None
 
 
