@@ -102,7 +102,7 @@ def print_report(report: RunReport) -> None:
         console.print(f"[bold red]{len(outside)} of {len(report.results)} images differ from eager by more than {tolerance:g}[/]")
     else:
         console.print(
-            f"Within {tolerance:g} of eager (relative difference of the worst token): {len(report.results)} of {len(report.results)}."
+            f"{len(report.results)} of {len(report.results)} images within {tolerance:g} of eager (worst token, relative)."
         )
     if report.retrieval is not None:
         console.print(_retrieval_line(report.retrieval), highlight=False)
