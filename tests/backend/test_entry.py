@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -24,10 +25,12 @@ from tests.backend.common import (
     largest_difference,
     packed,
     trace_dynamic,
+    traced,
     wide_rows,
 )
 from tests.towers import COUNTING_NAME, boundaries, norm_view_tower, toy_tower
 from vit_compile import counters
+from vit_compile.backend.entry import _never
 from vit_compile.errors import OptionError, SkipError
 from vit_compile.options import MODES
 
@@ -573,3 +576,16 @@ def test_boundaries_with_a_fixed_capacity() -> None:
             args = packed(lengths, capacity=6, bound=BOUND, seed=seed)
             assert torch.equal(call(ours, *args), call(model, *args)), lengths
     assert boundaries([5, 3], 6).tolist() == [0, 5, 8, 8, 8, 8, 8]
+
+
+def test_a_number_on_the_host_is_not_frozen_into_a_graph() -> None:
+    """A host tensor among device tensors rules captures out: a kernel takes its value once, at the recording."""
+    found = traced(lambda x, s: x * s, torch.ones(6, 4), torch.tensor(2.0))
+    assert _never(found.program) is None
+    for arg in found.program.tensor_args:
+        spec = found.program.specs[arg]
+        if spec.shape:
+            found.program.specs[arg] = dataclasses.replace(spec, device=torch.device("cuda", 0))
+    skip = _never(found.program)
+    assert skip is not None
+    assert skip.code == "host-device-copy"

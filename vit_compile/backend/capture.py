@@ -129,7 +129,6 @@ class PiecewiseCapture(Capture):
         self.graphs: dict[str, torch.cuda.CUDAGraph | None] = {}
         self.views: dict[int, torch.Tensor] = {}
         self.results = _ResultBuffers(_written_slots(self.program))
-        self.recorded = False
 
     def record(self, args: Sequence[Any]) -> None:
         """See `Capture.record`."""
@@ -144,7 +143,6 @@ class PiecewiseCapture(Capture):
                 self._record_steps(substituted)
             self.nbytes += max(0, reserved_bytes(self.recorder.device) - before)
         self.nbytes += self.inputs.nbytes + self.results.nbytes
-        self.recorded = True
 
     def prepare(self, args: Sequence[Any]) -> None:
         """See `Capture.prepare`."""

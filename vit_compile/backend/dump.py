@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -57,7 +57,6 @@ class Dump:
         self.lines: list[str] = []
         self._runnable: Callable[[], Runnable | PlainRunnable | None] = lambda: None
         self._page = ""
-        self.bytecode: list[str] = []
 
     @classmethod
     def open(cls, debug_dir: str | None) -> Dump:
@@ -214,8 +213,3 @@ def _on_bytecode(old: CodeType, new: CodeType) -> None:
         text = f"# depyf could not decompile {old.co_qualname}: {type(error).__name__}: {error}\n"
     dump._write(f"{name}.py", text)
     dump.write_index()
-
-
-def folders() -> dict[str, Any]:
-    """Open debug folders of this process by path (for tests)."""
-    return dict(_folders)

@@ -144,6 +144,13 @@ def _forbidden(program: Program) -> Skip | None:
 
 
 def _never(program: Program) -> Skip | None:
+    """Why nothing of this graph can be captured, though its pieces run."""
+    args = {arg: program.specs[arg] for arg in (*program.tensor_args, *program.static_args)}
+    if any(spec.device.type != "cpu" for spec in args.values()):
+        for arg, spec in args.items():
+            # Also a single number: a kernel takes it by value, and a recording would repeat the first one for ever.
+            if spec.device.type == "cpu":
+                return Skip("host-device-copy", f"{program.arg_names[arg]} lies on the host; move it to the device")
     for step in program.steps:
         if step.facts.copies:
             return Skip("host-device-copy", step.facts.copies[0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 from torch.fx.passes.split_module import split_module
@@ -70,11 +69,6 @@ def argument_names(node: fx.Node) -> tuple[str, ...]:
     if isinstance(target, compat.OpOverload):
         return tuple(argument.name for argument in target._schema.arguments)
     return ()
-
-
-def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments of a call by name, as far as the op's schema or its keywords tell."""
-    return dict(zip(argument_names(node), node.args, strict=False)) | dict(node.kwargs)
 
 
 def attention_nodes(graph: fx.Graph, extra: Collection[str] = ()) -> tuple[dict[fx.Node, AttentionOp], tuple[Skip, ...]]:
