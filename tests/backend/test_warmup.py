@@ -283,3 +283,12 @@ def test_a_budget_of_one_image_is_captured_too(images: int) -> None:
                 x = torch.randn(count, 3, side, side)
                 got, want = ours(x), tower(x)
                 assert (got.last_hidden_state - want.last_hidden_state).abs().max() <= 1e-5
+
+
+def test_a_model_in_train_mode_does_not_learn_from_the_example() -> None:
+    """Running statistics are the user's: warm-up refuses before it runs anything."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(WarmupError, match="eval"):
+        vit_compile.warmup(compiled(model, token_budgets=[8]), torch.randn(8, 4), progress=False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

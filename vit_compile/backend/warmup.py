@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from vit_compile import _torch_compat as compat
 from vit_compile.backend.padding import cut
@@ -42,11 +43,12 @@ def warmup(compiled: Callable[..., Any], *example_args: Any, progress: bool = Tr
         What was captured and what was not, with reasons. Without budgets the example's own size is captured.
 
     Raises:
-        WarmupError: the call ran no graph of this backend.
+        WarmupError: the call ran no graph of this backend, or the model would learn from it (a batch norm in train mode).
 
     Runs without gradients: under the caller's `inference_mode` where that is on, else under `no_grad`. Traffic should
     come under the same, since torch.compile traces anew for the other.
     """
+    _refuse_training(compiled)
     args, kwargs = _symbolic(example_args), _symbolic(example_kwargs)
     with nullcontext() if not torch.is_grad_enabled() else torch.no_grad():
         calls = _listen(compiled, args, kwargs)
@@ -61,6 +63,16 @@ def warmup(compiled: Callable[..., Any], *example_args: Any, progress: bool = Tr
                 "graph went to the plain compiler: vit_compile.last_call() says why."
             )
         return _capture_all(calls, progress)
+
+
+def _refuse_training(compiled: Callable[..., Any]) -> None:
+    """A warm-up must not move running statistics."""
+    model = getattr(compiled, "_orig_mod", compiled)
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    if isinstance(model, nn.Module) and any(isinstance(m, norms) and m.training for m in model.modules()):
+        raise WarmupError(
+            "the model is in train mode and has a batch norm, which would learn from the example: call eval() first."
+        )
 
 
 def _listen(compiled: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[Runnable, list[Any], Env]]:
