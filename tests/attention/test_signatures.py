@@ -24,7 +24,7 @@ def test_arguments_exist(name: str) -> None:
 def test_own_op_is_described() -> None:
     """Our operation may be captured whole and isolates NaN."""
     assert describe("vit_compile::varlen_attention") == AttentionOp(
-        "vit_compile::varlen_attention", ("cu_seqlens",), ("max_seqlen",), full_capture=True, isolates_nan=True
+        "vit_compile::varlen_attention", ("cu_seqlens",), ("max_seqlen",), full_capture=True, clears_tail=True, isolates_nan=True
     )
 
 

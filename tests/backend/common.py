@@ -16,7 +16,6 @@ from tests.towers import COUNTING_NAME, ToyTower, boundaries, toy_rows, toy_towe
 from vit_compile.backend import passes as graph_passes
 from vit_compile.backend import roles as role_module
 from vit_compile.backend.builder import Builder
-from vit_compile.backend.entry import _example_env
 from vit_compile.backend.pieces import PieceLibrary
 from vit_compile.backend.program import Program
 from vit_compile.backend.roles import Role, RoleTable
@@ -152,7 +151,7 @@ def traced(
         library = PieceLibrary("eager", table.mode)
         program = Builder(cut, table, library).build()
         library.compile()
-        env = _example_env(gm, table)
+        env = table.traced_env()
         parts[:] = [gm, table, cut, library, program, role_module.infer(program, gm, env), env]
 
         def run(*graph_args: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -75,7 +76,10 @@ def test_counts_in_any_guise(name: str, dtype: torch.dtype, zeros: bool) -> None
 def test_negative_indices_count_from_the_real_end() -> None:
     """-1 is the last real row, also in a padded replay; permutations of rows are padded all the same."""
     linear = nn.Linear(8, 8).requires_grad_(False)
-    model: Callable[[T, T], T] = lambda x, i: linear(x)[i] * 2  # noqa: E731
+
+    def model(x: T, i: T) -> T:
+        return cast(T, linear(x)[i] * 2)
+
     warm = (rows(12), torch.arange(12))
     calls = []
     for n in (12, 7, 30):

@@ -30,6 +30,9 @@ class AttentionOp:
     full_capture: bool = False
     """May run inside a captured graph: boundaries come from device memory and nothing depends on the host."""
 
+    clears_tail: bool = False
+    """Rows past the last boundary come out as zero. False: they are unwritten, and a capture clears them itself."""
+
     isolates_nan: bool = False
     """A NaN in one segment, or in padding rows, is known never to reach another segment's rows. False also where nobody
     measured. Dense attention isolates the items of a batch but not the rows of one item, so it is False there."""
@@ -39,7 +42,14 @@ _FLASH_BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k")
 _FLASH_BOUNDS = ("max_seqlen_q", "max_seqlen_k")
 
 _OPS = (
-    AttentionOp("vit_compile::varlen_attention", ("cu_seqlens",), ("max_seqlen",), full_capture=True, isolates_nan=True),
+    AttentionOp(
+        "vit_compile::varlen_attention",
+        ("cu_seqlens",),
+        ("max_seqlen",),
+        full_capture=True,
+        clears_tail=True,
+        isolates_nan=True,
+    ),
     # Dense attention: the batch dimension is the only boundary.
     AttentionOp("scaled_dot_product_attention", full_capture=True),
     AttentionOp("aten::scaled_dot_product_attention", full_capture=True),

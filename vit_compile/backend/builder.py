@@ -14,7 +14,7 @@ from vit_compile.backend.pieces import PieceLibrary, example_inputs
 from vit_compile.backend.program import AttentionCall, Bound, Output, Program, Ref, Step
 from vit_compile.backend.sizes import SymbolTable
 from vit_compile.backend.split import AttentionChild, Split, argument_names, is_element
-from vit_compile.backend.survey import survey
+from vit_compile.backend.survey import example_value, survey
 
 _UNCUT_NAME = "vit_compile_uncut_name"
 
@@ -123,7 +123,7 @@ class Builder:
         bounds: list[Bound] = []
 
         def template(value: Any, argument: str | None) -> Any:
-            if argument in op.bounds and not isinstance(_example(value), torch.Tensor) and value is not None:
+            if argument in op.bounds and not isinstance(example_value(value), torch.Tensor) and value is not None:
                 bounds.append(self._bound(value))
                 return bounds[-1]
             if isinstance(value, fx.Node):
@@ -140,15 +140,15 @@ class Builder:
 
         args = tuple(template(a, names[i] if i < len(names) else None) for i, a in enumerate(node.args))
         kwargs = {k: template(v, k) for k, v in node.kwargs.items()}
-        query = next(_example(a) for a in node.args if isinstance(_example(a), torch.Tensor)) if node.args else None
+        query = next(example_value(a) for a in node.args if isinstance(example_value(a), torch.Tensor)) if node.args else None
         if query is None:
-            query = next(_example(v) for v in node.kwargs.values() if isinstance(_example(v), torch.Tensor))
+            query = next(example_value(v) for v in node.kwargs.values() if isinstance(example_value(v), torch.Tensor))
         rows = self.table.size(query.shape[0])
         target = _Method(node.target) if isinstance(node.target, str) else node.target
         return AttentionCall(op, target, args, kwargs, tuple(boundaries), tuple(bounds), rows, tuple(results))
 
     def _bound(self, value: Any) -> Bound:
-        example = _example(value)
+        example = example_value(value)
         if isinstance(example, torch.SymInt):
             size = self.table.size(example)
             return Bound(None, size) if size.symbols else Bound(size(()), None)
@@ -166,10 +166,6 @@ class Builder:
         program.outputs = tuple(outputs)
 
 
-def _example(value: Any) -> Any:
-    return value.meta.get("example_value") if isinstance(value, fx.Node) else value
-
-
 def _produced(child: fx.GraphModule) -> tuple[list[Any], bool]:
     """A child's outputs, and whether it returns them as a tuple."""
     produced: Any = child.graph.output_node().args[0]
@@ -184,13 +180,13 @@ def _tensor_results(node: fx.Node, child: fx.GraphModule) -> list[tuple[int, fx.
         picks: Any = [(user.args[1], user) for user in node.users if user.target is operator.getitem]
         users = dict(picks)
     for index, user in users.items():
-        user.meta.setdefault("example_value", _example(produced[index]))
+        user.meta.setdefault("example_value", example_value(produced[index]))
         if isinstance(produced[index], fx.Node):
             user.meta[_UNCUT_NAME] = produced[index].name
     return [
         (index, user)
         for index, user in sorted(users.items(), key=lambda item: item[0])
-        if not isinstance(_example(produced[index]), int | torch.SymInt)
+        if not isinstance(example_value(produced[index]), int | torch.SymInt)
     ]
 
 

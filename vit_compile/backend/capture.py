@@ -42,7 +42,6 @@ class Capture:
     ) -> None:
         self.program, self.roles, self.env, self.recorder, self.calls = program, roles, env, recorder, calls
         self.inputs = StaticInputs(program, roles, env)
-        self.weight_pointers: tuple[int, ...] = ()
         self.prepared = False
         self.nbytes = 0
         self.milliseconds = 0.0

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from vit_compile import _torch_compat as compat
+from vit_compile.backend.plain import PlainRunnable
 from vit_compile.backend.split import Split
 from vit_compile.errors import OptionError
 from vit_compile.stats import Skip, counters
 
 if TYPE_CHECKING:
     from vit_compile.backend.passes import PassReport
-    from vit_compile.backend.plain import PlainRunnable
     from vit_compile.backend.runnable import Runnable
 
 _lock = threading.Lock()
@@ -148,10 +148,10 @@ def _page(dump: Dump, runnable: Runnable | PlainRunnable | None) -> str:
     lines = [f"## {dump.path.name}", "", *[f"- {line}" for line in dump.lines]]
     if runnable is None:
         return "\n".join([*lines, "- tracing or compiling did not finish", ""])
-    if hasattr(runnable, "program"):
-        lines += _program_lines(runnable)  # type: ignore[arg-type]
-    else:
+    if isinstance(runnable, PlainRunnable):
         lines += ["- mode: plain compiler, no pieces and no captures"]
+    else:
+        lines += _program_lines(runnable)
     report = runnable.report
     lines += [f"- calls: {', '.join(f'{count} {kind}' for kind, count in report.calls.items()) or 'none yet'}"]
     lines += [f"- files: {', '.join(sorted(str(p.relative_to(dump.path)) for p in dump.path.rglob('*.py')))}", ""]

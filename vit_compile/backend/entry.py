@@ -22,7 +22,7 @@ from vit_compile.backend.plain import PlainRunnable, Refusal
 from vit_compile.backend.program import Program
 from vit_compile.backend.runnable import Runnable
 from vit_compile.backend.sizes import SymbolTable
-from vit_compile.backend.split import Split, attention_nodes, split
+from vit_compile.backend.split import Split, split
 from vit_compile.backend.survey import source_line
 from vit_compile.errors import OptionError, VitCompileError
 from vit_compile.options import MODES, BackendOptions
@@ -96,8 +96,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backend
     for skip in cut.skips:
         report_skip(skip, strict=options.strict)
     library.compile()
-    example_env = _example_env(gm, table)
-    role_table = roles.infer(program, gm, example_env, attention_nodes(gm.graph, options.splitting_ops)[0])
+    role_table = roles.infer(program, gm, table.traced_env(), cut.calls)
     chosen, mode_skip = _mode(options.mode, cut)
     if mode_skip is not None:
         report_skip(mode_skip, strict=options.strict)
@@ -166,8 +165,3 @@ def _mode(asked: str, cut: Split) -> tuple[str, Skip | None]:
         return "full", None
     skip = Skip("attention-forbids-full", f"{', '.join(planning)}; piecewise instead") if asked == "full" else None
     return "piecewise", skip
-
-
-def _example_env(gm: fx.GraphModule, table: SymbolTable) -> tuple[int, ...]:
-    """The sizes with which the graph was traced."""
-    return tuple(compat.size_hint(table.mode, symbol) for symbol in table.symbols)

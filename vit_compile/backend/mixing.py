@@ -21,7 +21,7 @@ from torch import fx
 
 from vit_compile import _torch_compat as compat
 from vit_compile.backend.program import Program
-from vit_compile.backend.survey import source_line
+from vit_compile.backend.survey import example_value, source_line
 from vit_compile.stats import Skip
 
 # Operations that take sizes as sizes: the rows in front stay what they are.
@@ -99,7 +99,7 @@ class _Look:
     def _counts(self, node: fx.Node, name: str) -> str | None:
         counts = self.rows | self.segments
         for argument in node.all_input_nodes:
-            value = _example(argument)
+            value = example_value(argument)
             if isinstance(value, torch.Tensor) or not self.symbols(value) & counts:
                 continue
             fills = name in _FILLS and (node.args[_FILLS[name] :][:1] == (argument,) or node.kwargs.get("fill_value") is argument)
@@ -112,7 +112,7 @@ class _Look:
             return None
         left = frozenset().union(*(self.symbols(output) for output in outputs))
         for argument in node.all_input_nodes:
-            value = _example(argument)
+            value = example_value(argument)
             if not isinstance(value, torch.Tensor):
                 continue
             if self.symbols(value) & self.rows and not left & self.rows:
@@ -124,7 +124,7 @@ class _Look:
 
     def _order(self, node: fx.Node, name: str) -> str | None:
         source = node.args[0] if node.args else None
-        value = _example(source)
+        value = example_value(source)
         if not isinstance(value, torch.Tensor) or not self.symbols(value) & self.rows:
             return None
         if name in _TURNS and self._along_rows(node, value):
@@ -143,7 +143,7 @@ class _Look:
         return any(int(dim) % value.dim() in own for dim in chosen if isinstance(dim, int))
 
     def _numbered(self, node: fx.Node) -> bool:
-        value = _example(node.args[0])
+        value = example_value(node.args[0])
         if not isinstance(value, torch.Tensor):
             return False
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
@@ -175,7 +175,3 @@ def op_name(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return "getitem"
     return str(getattr(node.target, "__name__", node.target)).split(".")[0]
-
-
-def _example(value: Any) -> Any:
-    return value.meta.get("example_value") if isinstance(value, fx.Node) else value

@@ -194,7 +194,7 @@ def attend(step: Step, values: Sequence[Any], env: Env, *, covering_bounds: bool
     args = _resolve(attention.args, values, env, covered)
     kwargs = {name: _resolve(value, values, env, covered) for name, value in attention.kwargs.items()}
     result = attention.target(*args, **kwargs)
-    if covering_bounds and attention.boundaries and attention.op.name != "vit_compile::varlen_attention":
+    if covering_bounds and attention.boundaries and not attention.op.clears_tail:
         first = result if isinstance(result, torch.Tensor) else result[0]
         boundaries = next(values[i] for i, ref in enumerate(step.inputs) if ref.slot == attention.boundaries[0])
         if first.dim() == 3:

@@ -19,6 +19,7 @@ from vit_compile.backend.mixing import CONVERSIONS, find_mixing, op_name
 from vit_compile.backend.program import AttentionCall, Program
 from vit_compile.backend.sizes import Env, Size, TensorSpec
 from vit_compile.backend.split import attention_nodes
+from vit_compile.backend.survey import example_value
 from vit_compile.stats import Skip
 
 
@@ -94,9 +95,9 @@ def infer(program: Program, gm: fx.GraphModule, example_env: Env, attention: Col
     table = RoleTable(boundary_calls=calls)
     table.row_symbol = _row_symbol(program, boundary_args)
     table.static_rows = _static_rows(program, boundary_args)
-    table.bound_symbols = _bound_symbols(program, gm, placeholders)
-    lengths = {_plain_symbol(program.specs[arg].shape[0]): arg for arg in boundary_args}
-    for symbol in lengths:
+    table.bound_symbols = _bound_symbols(program)
+    for arg in boundary_args:
+        symbol = _plain_symbol(program.specs[arg].shape[0])
         if symbol is not None:
             table.segment_symbols[symbol] = (symbol, 0)
     for arg in program.tensor_args:
@@ -178,7 +179,7 @@ def _downstream_conversions(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _bound_symbols(program: Program, gm: fx.GraphModule, placeholders: Sequence[fx.Node]) -> frozenset[int]:
+def _bound_symbols(program: Program) -> frozenset[int]:
     """Symbols that reach nothing but `max_seqlen` arguments."""
     bounds: set[int] = set()
     for step in program.attention_steps:
@@ -205,7 +206,7 @@ def _index_target(node: fx.Node, row_symbols: set[int], program: Program, length
     """
     is_index, target = False, None
     for user, dim in _indexed_dims(node):
-        value = user.args[0].meta.get("example_value") if isinstance(user.args[0], fx.Node) else None
+        value = example_value(user.args[0])
         if not isinstance(value, torch.Tensor) or dim >= value.dim():
             continue
         size = program.table.size(value.shape[dim])

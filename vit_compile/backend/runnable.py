@@ -59,6 +59,7 @@ class Runnable:
         self.failures: dict[Env, Skip] = {}
         self.lost_weights = False
         """Captures went because the weights that they read are gone; if the graph is called again, it has others."""
+        self._recorded_pointers: tuple[int, ...] = ()
         self._budgets = options.budget_rows()
         self._compile_rows = frozenset(options.compile_rows())
         self._plans: dict[Env, Env | Skip] = {}
@@ -166,9 +167,9 @@ class Runnable:
     def _held_or_new(self, encoder: Encoder, target: Env, args: Sequence[Any], env: Env) -> tuple[Capture | Skip, bool]:
         """A held capture that can serve `target`, else a new one, and whether it is new."""
         pointers = self._weight_pointers(args)
-        stale = [t for t, c in self.captures.items() if c.weight_pointers != pointers]
+        stale = bool(self.captures) and pointers != self._recorded_pointers
         if stale or self.lost_weights:
-            encoder.drop(self, stale)
+            encoder.drop(self, list(self.captures))
             self.lost_weights = False
             counters.add("recaptures")
         capture = self._serving(target)
@@ -211,7 +212,7 @@ class Runnable:
                 encoder.recorder.after_replay()  # the trial ran replays on this stream, outside of `_replay`
             if unsafe is not None:
                 return self._padding_is_off(unsafe)
-        made.weight_pointers = self._weight_pointers(args)
+        self._recorded_pointers = self._weight_pointers(args)
         self.captures[target] = made
         counters.add("captures")
         self.report.captures.append(f"{made.label}: {made.nbytes} bytes, {made.milliseconds:.0f} ms")

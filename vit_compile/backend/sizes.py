@@ -94,6 +94,10 @@ class SymbolTable:
         """The environment of a call, from the graph's arguments."""
         return tuple([args[index] if dim < 0 else args[index].shape[dim] for index, dim in self._sources])
 
+    def traced_env(self) -> Env:
+        """The sizes with which the graph was traced."""
+        return tuple(compat.size_hint(self.mode, symbol) for symbol in self.symbols)
+
     def size(self, value: Any) -> Size:
         """The `Size` of an int or SymInt."""
         expr = compat.sympy_expr(value)

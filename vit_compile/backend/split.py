@@ -34,6 +34,8 @@ class Split:
 
     module: fx.GraphModule
     attention: dict[str, AttentionChild]
+    calls: frozenset[fx.Node]
+    """The attention calls in the uncut graph."""
     skips: tuple[Skip, ...]
 
 
@@ -102,7 +104,7 @@ def split(gm: fx.GraphModule, extra: Collection[str] = ()) -> Split:
     inside = len(attention) - len(names)
     if inside:
         raise SplitError(f"{inside} of {len(attention)} attention ops were not cut out of their pieces.")
-    return Split(module, names, skips)
+    return Split(module, names, frozenset(attention), skips)
 
 
 def _partition(graph: fx.Graph, attention: Mapping[fx.Node, AttentionOp]) -> dict[fx.Node, int]:

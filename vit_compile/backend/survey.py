@@ -96,6 +96,11 @@ def _no_dropout(func: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
+def example_value(value: Any) -> Any:
+    """What an argument of a traced call stood for: a node's fake value, else the argument itself."""
+    return value.meta.get("example_value") if isinstance(value, fx.Node) else value
+
+
 def source_line(node: fx.Node) -> str:
     """The line of the user's code behind a node, if known."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
