@@ -98,3 +98,27 @@ class GridError(VitCompileError, ValueError):
     """A patch grid (t, h, w) is not three positive integers, or its sides are not whole numbers of merge blocks."""
 
     code = "grid"
+
+
+class ProtocolError(VitCompileError, TypeError):
+    """A model breaks the encoder contract: a missing method, a wrong number of axis keys, features of a wrong shape."""
+
+    code = "protocol"
+
+
+class InputError(VitCompileError, ValueError):
+    """A request cannot be encoded: rows that do not match the grids, a wrong dtype or device, a missing or unknown input."""
+
+    code = "input"
+
+
+class ModalityError(VitCompileError, ValueError):
+    """The model does not encode this modality, or none at all; the text says why."""
+
+    code = "modality"
+
+
+class ParallelError(VitCompileError, RuntimeError):
+    """A rank of a data-parallel group failed, so that all of them stop; the text names the rank."""
+
+    code = "parallel"

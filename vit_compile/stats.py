@@ -27,7 +27,7 @@ SKIP_CODES: dict[str, str] = {
     "unsupported-value": "a value other than a tensor or an integer crosses between pieces",
     "attention-forbids-full": "an attention op plans on the host, so that it cannot be part of one captured graph",
     "splitting-op-unmatched": "a name in splitting_ops matches nothing in the graph",
-    "too-large": "the input has more rows than the largest capture size",
+    "too-large": "the input has more rows or tokens than the largest capture size",
     "not-a-budget": 'padding="exact" and the input\'s size is not a capture size',
     "padding-unsafe": "padded rows were seen to change real rows, so only exact sizes replay",
     "padding-unproved": "there was no way to pad this graph's inputs, so only exact sizes replay",
@@ -39,6 +39,13 @@ SKIP_CODES: dict[str, str] = {
     "out-of-memory": "the device ran out of memory while capturing this size",
     "capture-failed": "capturing this size failed",
     "mode-none": 'mode="none" captures nothing',
+    "not-captured": "the encoder's graphs were not captured yet, or were cleared",
+    "disabled": "graphs are switched off in the encoder's configuration",
+    "train-mode": "the encoder is in train mode, in which a graph would freeze dropout and statistics",
+    "too-many-frames": "an item has more frames than a batch may have",
+    "too-many-segments": "a batch has more attention segments than the graph has room for",
+    "no-axis-key": "no key of a capture axis fits the batch",
+    "eager-cheaper": "running this batch eagerly was predicted to be faster than any graph",
 }
 
 

@@ -1,0 +1,120 @@
+"""`SupportsEncoderCudaGraph`: what a model offers so that `EncoderCudaGraphManager` can capture and replay it.
+
+The manager knows no model: it asks for sizes, inputs of fixed shape, a forward, and the way back from features to items.
+Write the methods yourself, or declare a table (`vit_compile.runtime.table`) and get them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from vit_compile.runtime.capture_inputs import EncoderCudaGraphCaptureInputs, EncoderCudaGraphReplayBuffers
+from vit_compile.runtime.graph_config import AxisKeys, EncoderCudaGraphConfig
+from vit_compile.runtime.item_spec import EncoderItemSpec
+
+
+@runtime_checkable
+class SupportsEncoderCudaGraph(Protocol):
+    """The contract. `mm_kwargs` are the keyword arguments of one request, as the model's processor makes them.
+
+    Weights are watched in every `nn.Module` among the object's attributes, or in those that an `encoder_modules()` method
+    returns where there is one.
+    """
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        """The static declaration. Called once, by the manager's constructor; no GPU work."""
+        ...
+
+    def get_encoder_cudagraph_budget_range(self) -> tuple[int, int]:
+        """(smallest, largest) useful budget in output tokens. Called once, by the constructor."""
+        ...
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: Mapping[str, Any]) -> Sequence[EncoderItemSpec]:
+        """Sizes of every item, in the order in which features are to come back. Called first in every `execute`.
+
+        Checks the request and raises before any work. May read sizes from a device tensor, once; nothing else may.
+        """
+        ...
+
+    def select_encoder_cudagraph_items(self, mm_kwargs: Mapping[str, Any], indices: Sequence[int]) -> Mapping[str, Any]:
+        """The request that holds only these items, in this order; may be none. Called for each batch that is not direct."""
+        ...
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str,
+        axis_keys: AxisKeys,
+    ) -> EncoderCudaGraphCaptureInputs:
+        """Static buffers and constants for one graph. Called once per graph by `capture()`, largest budget first.
+
+        Args:
+            token_budget: output tokens of the graph; above 0.
+            max_batch_size: most items of a batch.
+            max_frames_per_batch: most frames of a batch; 0 where there are no clips.
+            axis_keys: one key for each capture axis.
+        """
+        ...
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: Mapping[str, Any], path: str, axis_keys: AxisKeys
+    ) -> EncoderCudaGraphReplayBuffers:
+        """Unpadded values of the path's buffers for a batch. Called before each replay that is not direct. No host reads."""
+        ...
+
+    def encoder_cudagraph_forward(self, values: Mapping[str, Any], path: str) -> torch.Tensor:
+        """The fixed-shape forward that is compiled and captured: features [tokens, width] of the whole budget.
+
+        Rows of real items come first, in the order of the items. No host reads, no copies between host and device.
+        """
+        ...
+
+    def encoder_eager_forward(self, mm_kwargs: Mapping[str, Any], path: str) -> torch.Tensor:
+        """The model's own forward of a batch on one path: features [tokens, width], exactly the items' tokens, new memory."""
+        ...
+
+    def postprocess_encoder_output(
+        self, outputs: Mapping[str, torch.Tensor | None], specs: Sequence[EncoderItemSpec], mm_kwargs: Mapping[str, Any]
+    ) -> Sequence[torch.Tensor]:
+        """Features of every item of a batch, in its order, from the outputs of the paths.
+
+        Args:
+            outputs: [tokens, width] of each path, real rows only; None where the batch has nothing on a path. They may
+                alias graph memory: what is handed on as a view, the manager copies.
+            specs: of the batch.
+            mm_kwargs: of the batch.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsDirectFill(Protocol):
+    """Optional: a model that fills its static buffers itself, straight from the whole request.
+
+    Saves the selected request and the replay values in between. The manager uses it where it is there.
+    """
+
+    def fill_encoder_cudagraph_buffers(self, state: Any, mm_kwargs: Mapping[str, Any], indices: Sequence[int], path: str) -> bool:
+        """Put these items into the buffers behind `EncoderCudaGraphCaptureInputs.state`, padding included.
+
+        Runs on the caller's stream, ordered after the previous replay. Returns False, with nothing written that matters,
+        where the items do not fit (too many segments): the batch then runs eagerly.
+        """
+        ...
+
+    def postprocess_encoder_items(
+        self,
+        outputs: Mapping[str, torch.Tensor | None],
+        specs: Sequence[EncoderItemSpec],
+        mm_kwargs: Mapping[str, Any],
+        indices: Sequence[int],
+    ) -> Sequence[torch.Tensor]:
+        """`postprocess_encoder_output` for items of the whole request."""
+        ...
