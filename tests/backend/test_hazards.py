@@ -152,7 +152,7 @@ def test_row_buffers_follow_the_budget_and_boundaries_their_own_capacity() -> No
     _, ours = compiled_toy()
     trace_dynamic(ours, *packed([1, 1, 1, 1, 1, 1], bound=BOUND))
     (capture,) = [capture for encoder in encoders() for capture in encoder.captures()]
-    shapes = {buffer.role.name: tuple(buffer.tensor.shape) for buffer in capture.inputs.buffers}
+    shapes = {buffer.name: tuple(buffer.tensor.shape) for buffer in capture.inputs.buffers}
     assert shapes == {"L_x_": (8, 8), "L_cu_seqlens_": (9,)}
 
 

@@ -65,7 +65,7 @@ def found() -> Traced:
 
 def named(found: Traced, statics: StaticInputs) -> dict[str, Any]:
     """Buffers by the name of the argument."""
-    return {buffer.role.name.lower().removeprefix("l_").rstrip("_"): buffer.tensor for buffer in statics.buffers}
+    return {buffer.name.lower().removeprefix("l_").rstrip("_"): buffer.tensor for buffer in statics.buffers}
 
 
 def statics_for(found: Traced, segments: list[int], rows: int) -> tuple[StaticInputs, list[Any], Env]:

@@ -14,10 +14,11 @@ from vit_compile.backend.sizes import Env
 from vit_compile.errors import BoundariesError, BoundError, InputMismatchError
 
 
-def check_call(roles: RoleTable, args: Sequence[Any], env: Env, *, read_device: bool) -> None:
+def check_call(roles: RoleTable, args: Sequence[Any], env: Env, *, read_device: bool, padded: bool = False) -> None:
     """Raise an error of the catalogue when a call's inputs cannot give right numbers.
 
-    Boundaries on the host are always read; those on a device only with `read_device`, which synchronises.
+    Boundaries on the host are always read; those on a device only with `read_device`, which synchronises. `padded`: the caller
+    has padded the rows itself, so that boundaries may end before the last one.
     """
     for role in roles.inputs:
         value = args[role.arg]
@@ -29,7 +30,7 @@ def check_call(roles: RoleTable, args: Sequence[Any], env: Env, *, read_device: 
     for arg, calls in roles.boundary_calls.items():
         value = args[arg]
         if read_device or value.device.type == "cpu":
-            check_boundaries(value.tolist(), roles.boundary_rows(arg, env), name=_name(roles, arg))
+            check_boundaries(value.tolist(), roles.boundary_rows(arg, env), name=_name(roles, arg), padded=padded)
             longest = int((value[1:] - value[:-1]).max()) if value.numel() > 1 else 0
             check_bounds(longest, calls, env, name=_name(roles, arg))
 
@@ -43,8 +44,8 @@ def _name(roles: RoleTable, arg: int) -> str:
     return next((role.name for role in roles.inputs if role.arg == arg), f"argument {arg}")
 
 
-def check_boundaries(offsets: list[int], rows: int, *, name: str = "cu_seqlens") -> None:
-    """Raise `BoundariesError` unless the offsets start at 0, never decrease and end at `rows`."""
+def check_boundaries(offsets: list[int], rows: int, *, name: str = "cu_seqlens", padded: bool = False) -> None:
+    """Raise `BoundariesError` unless the offsets start at 0, never decrease and end at `rows` (`padded`: not beyond)."""
     if not offsets or offsets[0] != 0:
         raise BoundariesError(f"{name} starts at {offsets[0] if offsets else 'nothing'}: the first offset must be 0.")
     for index, (before, after) in enumerate(pairwise(offsets)):
@@ -53,7 +54,7 @@ def check_boundaries(offsets: list[int], rows: int, *, name: str = "cu_seqlens")
                 f"{name} decreases from {before} to {after} at position {index + 1}: offsets are cumulative. Pad a fixed "
                 "capacity by repeating the last offset, not with zeros."
             )
-    if offsets[-1] != rows:
+    if offsets[-1] > rows or (offsets[-1] < rows and not padded):
         raise BoundariesError(
             f"{name} ends at {offsets[-1]}, but there are {rows} rows: the last offset must be the number of rows."
         )

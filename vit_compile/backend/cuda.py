@@ -6,6 +6,7 @@ Only torch's public `CUDAGraph` is used. Recording never leaves a stream in capt
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import warnings
 import weakref
@@ -142,14 +143,8 @@ def _no_garbage_collection() -> Iterator[None]:
 class _Unowned:
     """Describes device memory to `torch.as_tensor` without keeping its owner alive."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        bytes_ = tensor.untyped_storage().nbytes()
-        self.__cuda_array_interface__ = {
-            "shape": (bytes_,),
-            "typestr": "|u1",
-            "data": (tensor.untyped_storage().data_ptr(), False),
-            "version": 2,
-        }
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 2}
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,10 +155,28 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not tensor.is_cuda or tensor.untyped_storage().nbytes() == 0:
         return tensor
-    raw = torch.as_tensor(_Unowned(tensor), device=tensor.device)
+    storage = tensor.untyped_storage()
+    raw = torch.as_tensor(_Unowned(storage.data_ptr(), storage.nbytes()), device=tensor.device)
     size = tensor.element_size()
     usable = raw[: raw.numel() // size * size].view(tensor.dtype)
     return torch.as_strided(usable, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def part_of(arena: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor over the bytes of `arena` from `offset` on, with a storage offset of 0.
+
+    Dynamo makes a storage offset a symbol, and so traces anew for other ones. Valid while the arena exists.
+
+    Args:
+        arena: uint8 [bytes].
+        offset: in bytes, a multiple of the dtype's size.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not arena.is_cuda or nbytes == 0:
+        raw = torch.from_numpy(arena.numpy()[offset : offset + nbytes]) if nbytes else arena.new_empty(0)
+    else:
+        raw = torch.as_tensor(_Unowned(arena.data_ptr() + offset, nbytes), device=arena.device)
+    return raw.view(dtype).view(shape)
 
 
 def reserved_bytes(device: torch.device) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -101,14 +100,72 @@ def _least_segments(roles: RoleTable, base: int, target: Env) -> int:
     return least
 
 
-@dataclass(slots=True)
-class _Buffer:
-    """A static input. Entries of dimension `role.dim` from `dirty` on hold padding; before it, data of some call."""
+class PaddedBuffer:
+    """A static input that is filled at the front and padded behind, by role.
 
-    role: InputRole
-    tensor: torch.Tensor
-    identity: torch.Tensor | None
-    dirty: int = 0
+    Entries of dimension `dim` from `dirty` on hold padding; before it, data of some call. A `dirty` below 0 means that
+    nothing is known: the next fill resets everything behind its data. `dim` is -1 for an input that is never padded.
+    """
+
+    __slots__ = ("dim", "dirty", "identity", "name", "pad", "role", "tensor")
+
+    def __init__(self, name: str, tensor: torch.Tensor, role: Role, dim: int, pad: int = 0) -> None:
+        self.name, self.tensor, self.role, self.dim, self.pad = name, tensor, role, dim, pad
+        self.identity: torch.Tensor | None = None
+        self.dirty = -1
+        if role is Role.INDEX:
+            self.identity = torch.arange(tensor.shape[dim], dtype=tensor.dtype, device=tensor.device)
+
+    @property
+    def entries(self) -> int:
+        """Entries that the buffer has room for."""
+        return int(self.tensor.shape[self.dim])
+
+    def fill(self, value: torch.Tensor) -> None:
+        """Copy a call's data to the front and pad behind it."""
+        if self.dim < 0:
+            self.tensor.copy_(value)
+            return
+        real = value.shape[self.dim]
+        self.tensor.narrow(self.dim, 0, real).copy_(value)
+        self.pad_from(real)
+
+    def pad_from(self, real: int) -> None:
+        """Entries before `real` were just written: make those behind it padding again, as far as they are not."""
+        if self.dim < 0:
+            return
+        if self.role is Role.BOUNDARIES:
+            # What is repeated differs from call to call, so the whole tail is always written.
+            if 0 < real < self.entries:
+                tail = self.tensor[real:]
+                tail.copy_(self.tensor[real - 1 : real].expand(tail.shape))
+            self.dirty = real
+            return
+        end = self.entries if self.dirty < 0 else self.dirty
+        if end > real:
+            tail = self.tensor.narrow(self.dim, real, end - real)
+            if self.identity is not None:
+                tail.copy_(self.identity[real:end])
+            else:
+                tail.fill_(self.pad)
+        self.dirty = real
+
+    def poison(self, kind: str, generator: torch.Generator) -> None:
+        """Put garbage into the padding of row data: "small", "large" (finite) or "nan".
+
+        Integers get values that occur among the real ones, so that they stay legal indices. Boundaries, indices and
+        per-segment rows keep their neutral padding, which is part of their meaning.
+        """
+        if self.role is Role.ROWS and 0 < self.dirty < self.entries:
+            tail = self.tensor.narrow(self.dim, self.dirty, self.entries - self.dirty)
+            tail.copy_(_garbage(tail, self, kind, generator))
+
+    def clean(self) -> None:
+        """Restore all padding after `poison`."""
+        real, self.dirty = self.dirty, -1
+        if self.role is not Role.BOUNDARIES and real >= 0:
+            self.pad_from(real)
+        self.dirty = max(real, 0)
 
 
 class StaticInputs:
@@ -119,15 +176,15 @@ class StaticInputs:
         with torch.inference_mode(False), torch.no_grad():
             self.buffers = [self._allocate(role) for role in roles.inputs]
 
-    def _allocate(self, role: InputRole) -> _Buffer:
+    def _allocate(self, role: InputRole) -> PaddedBuffer:
         shape = role.spec.sizes(self.env)
         strides = tuple(stride(self.env) for stride in role.spec.stride)
         tensor = torch.empty_strided(shape, strides, dtype=role.spec.dtype, device=role.spec.device).fill_(neutral(role))
-        identity = None
-        if role.role is Role.INDEX:
-            identity = torch.arange(shape[role.dim], dtype=role.spec.dtype, device=role.spec.device)
-            tensor.copy_(identity)
-        return _Buffer(role, tensor, identity)
+        buffer = PaddedBuffer(role.name, tensor, role.role, role.dim, neutral(role))
+        if buffer.identity is not None:
+            tensor.copy_(buffer.identity)
+        buffer.dirty = 0
+        return buffer
 
     @property
     def nbytes(self) -> int:
@@ -139,36 +196,27 @@ class StaticInputs:
     def substitute(self, args: Sequence[Any]) -> list[Any]:
         """The graph's arguments with the real inputs replaced by the buffers."""
         substituted = list(args)
-        for buffer in self.buffers:
-            substituted[buffer.role.arg] = buffer.tensor
+        for role, buffer in zip(self.roles.inputs, self.buffers, strict=True):
+            substituted[role.arg] = buffer.tensor
         return substituted
 
     def fill(self, args: Sequence[Any]) -> None:
         """Copy a call's inputs to the front of the buffers and restore the padding behind them."""
-        for buffer in self.buffers:
-            value = args[buffer.role.arg]
-            if buffer.role.indexes is not None:  # -1 is the last real row, not the last of the capture
-                value = torch.where(value < 0, value + buffer.role.indexes(self.program.table.read(args)), value)
-            _fill(buffer, value)
+        for role, buffer in zip(self.roles.inputs, self.buffers, strict=True):
+            value = args[role.arg]
+            if role.indexes is not None:  # -1 is the last real row, not the last of the capture
+                value = torch.where(value < 0, value + role.indexes(self.program.table.read(args)), value)
+            buffer.fill(value)
 
     def poison(self, kind: str, generator: torch.Generator) -> None:
-        """Put garbage into the padding of the last `fill`: "small", "large" (finite) or "nan".
-
-        Integers get values that occur among the real ones, so that they stay legal indices. Boundaries, indices and
-        per-segment rows keep their neutral padding, which is part of their meaning.
-        """
+        """Put garbage into the padding of the last `fill`; see `PaddedBuffer.poison`."""
         for buffer in self.buffers:
-            if buffer.role.role is Role.ROWS:
-                length = buffer.tensor.shape[buffer.role.dim]
-                if 0 < buffer.dirty < length:
-                    tail = buffer.tensor.narrow(buffer.role.dim, buffer.dirty, length - buffer.dirty)
-                    tail.copy_(_garbage(tail, buffer, kind, generator))
+            buffer.poison(kind, generator)
 
     def clean(self) -> None:
         """Restore all padding after `poison`."""
         for buffer in self.buffers:
-            real, buffer.dirty = buffer.dirty, -1
-            _reset_tail(buffer, real)
+            buffer.clean()
 
 
 def trim(value: Any, sizes: Sequence[int]) -> Any:
@@ -194,45 +242,13 @@ def overlaps(program: Program, roles: RoleTable, env: Env) -> InputRole | None:
     return None
 
 
-def _fill(buffer: _Buffer, value: torch.Tensor) -> None:
-    role, dim = buffer.role.role, buffer.role.dim
-    if dim < 0:
-        buffer.tensor.copy_(value)
-        return
-    real = value.shape[dim]
-    buffer.tensor.narrow(dim, 0, real).copy_(value)
-    if role is Role.BOUNDARIES:
-        if real < buffer.tensor.shape[0]:
-            tail = buffer.tensor[real:]
-            tail.copy_(value[-1:].expand(tail.shape))
-        buffer.dirty = real
-        return
-    _reset_tail(buffer, real)
-
-
-def _reset_tail(buffer: _Buffer, real: int) -> None:
-    """Make entries `real:` padding again; only those that are not."""
-    dim = buffer.role.dim
-    if dim < 0 or buffer.role.role is Role.BOUNDARIES:
-        buffer.dirty = max(real, 0)
-        return
-    end = buffer.tensor.shape[dim] if buffer.dirty < 0 else buffer.dirty
-    if end > real:
-        tail = buffer.tensor.narrow(dim, real, end - real)
-        if buffer.identity is not None:
-            tail.copy_(buffer.identity[real:end])
-        else:
-            tail.fill_(neutral(buffer.role))
-    buffer.dirty = real
-
-
-def _garbage(tail: torch.Tensor, buffer: _Buffer, kind: str, generator: torch.Generator) -> torch.Tensor:
+def _garbage(tail: torch.Tensor, buffer: PaddedBuffer, kind: str, generator: torch.Generator) -> torch.Tensor:
     if tail.dtype == torch.bool:
         return torch.randint(0, 2, tail.shape, generator=generator).to(device=tail.device, dtype=torch.bool)
     if not tail.dtype.is_floating_point and not tail.dtype.is_complex:
-        real = buffer.tensor.narrow(buffer.role.dim, 0, buffer.dirty)
-        picks = torch.randint(0, buffer.dirty, (tail.shape[buffer.role.dim],), generator=generator)
-        return real.index_select(buffer.role.dim, picks.to(tail.device))
+        real = buffer.tensor.narrow(buffer.dim, 0, buffer.dirty)
+        picks = torch.randint(0, buffer.dirty, (tail.shape[buffer.dim],), generator=generator)
+        return real.index_select(buffer.dim, picks.to(tail.device))
     if kind == "nan":
         return torch.full_like(tail, math.nan)
     scale = 1.0 if kind == "small" else 1e4

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from vit_compile.backend.capture import Capture
-from vit_compile.errors import SkipError
+from vit_compile.backend.cuda import Recorder
+from vit_compile.errors import ProtocolError, SkipError
 from vit_compile.stats import Skip, logger
 
 
-def record(make: Callable[[], Capture], args: Sequence[Any], label: str) -> Capture | Skip:
+class Recordable(Protocol):
+    """Something that can be recorded: a capture of the backend, a graph of the runtime."""
+
+    milliseconds: float
+    recorder: Recorder | None
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        ...
+
+    def record(self, args: Sequence[Any]) -> None:
+        """Warm up and record, with a call's arguments as data."""
+        ...
+
+
+R = TypeVar("R", bound=Recordable)
+
+
+def record(make: Callable[[], R], args: Sequence[Any], label: str) -> R | Skip:
     """Make a capture and record it with a call's arguments as data; a skip with the reason where that fails.
 
     A recording on a device is tried twice, since another thread's synchronisation breaks it.
@@ -25,7 +44,7 @@ def record(make: Callable[[], Capture], args: Sequence[Any], label: str) -> Capt
     except torch.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         return Skip("out-of-memory", f"{label}: {_first_line(error)}")
-    except SkipError:
+    except (SkipError, ProtocolError):
         raise
     except Exception as error:
         return Skip("capture-failed", f"{label}: {type(error).__name__}: {_first_line(error)}")
@@ -33,7 +52,7 @@ def record(make: Callable[[], Capture], args: Sequence[Any], label: str) -> Capt
     return made
 
 
-def _record_twice(make: Callable[[], Capture], args: Sequence[Any]) -> Capture:
+def _record_twice(make: Callable[[], R], args: Sequence[Any]) -> R:
     made = make()
     try:
         made.record(args)

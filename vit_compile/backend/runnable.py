@@ -71,7 +71,8 @@ class Runnable:
         """Outputs of the graph, a list; tensors belong to the caller unless `outputs="borrow"`."""
         forget_call()  # a call that raises must not leave an older call's record
         env = self.program.table.read(args)
-        check_call(self.roles, args, env, read_device=self.options.checks == "full")
+        checks = self.options.checks
+        check_call(self.roles, args, env, read_device=checks == "full", padded=checks == "padded")
         if listeners.calls is not None:
             listeners.calls.append((self, list(args), env))
             return self.program.run(args, env)

@@ -4,21 +4,31 @@ Every function returns a sorted tuple of distinct positive integers, ready for `
 thing: a graph's shape depends on its row count alone, and grids are data that it reads. So two grids with the same number of
 tokens share one budget, and a ladder made from grids serves every other grid that fits.
 
-Nothing here looks at a model, a device or traffic.
+Nothing here looks at a model or a device. Ladders that follow traffic are made in `fitting`, and reached from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 from vit_compile.errors import BudgetError
 from vit_compile.planning import units
+from vit_compile.planning.fitting import fit, histogram_from_trace, padded_share
+
+__all__ = [
+    "DEFAULT_MAX_SIDE",
+    "explicit",
+    "fit",
+    "from_batch_sizes",
+    "from_grids",
+    "from_square_sides",
+    "histogram_from_trace",
+    "padded_share",
+    "power_of_two",
+]
 
 DEFAULT_MAX_SIDE = 256
 """Longest side, in patches, of a square that is worth a graph of its own: 256 x 256 is about 3 GiB of activations."""
-
-_Item = TypeVar("_Item")
 
 
 def power_of_two(minimum: int, maximum: int) -> tuple[int, ...]:
@@ -51,7 +61,7 @@ def explicit(budgets: Iterable[int]) -> tuple[int, ...]:
     Raises:
         BudgetError: There are none, or one is not a positive integer.
     """
-    return _ladder(units.positive_int("budget", budget) for budget in _items("budgets", budgets, "output-token counts"))
+    return _ladder(units.positive_int("budget", budget) for budget in units.listed("budgets", budgets, "output-token counts"))
 
 
 def from_grids(grids: Iterable[Sequence[int]], *, spatial_merge_size: int) -> tuple[int, ...]:
@@ -65,7 +75,8 @@ def from_grids(grids: Iterable[Sequence[int]], *, spatial_merge_size: int) -> tu
         BudgetError: There are none, or a grid is not three positive integers, or its height or width does not merge evenly.
     """
     return _ladder(
-        units.tokens_from_grid(grid, spatial_merge_size=spatial_merge_size) for grid in _items("grids", grids, "grids (t, h, w)")
+        units.tokens_from_grid(grid, spatial_merge_size=spatial_merge_size)
+        for grid in units.listed("grids", grids, "grids (t, h, w)")
     )
 
 
@@ -81,7 +92,7 @@ def from_square_sides(sides: Iterable[int], *, spatial_merge_size: int, max_side
         BudgetError: No side is left, or a kept side does not merge evenly, or a number is not a positive integer.
     """
     limit = units.positive_int("max_side", max_side)
-    given = [units.positive_int("side", side) for side in _items("sides", sides, "sides in patches")]
+    given = [units.positive_int("side", side) for side in units.listed("sides", sides, "sides in patches")]
     kept = [side for side in given if side <= limit]
     if not kept:
         raise BudgetError(
@@ -102,16 +113,9 @@ def from_batch_sizes(batch_sizes: Iterable[int], grid: Sequence[int], *, spatial
         BudgetError: There are no batch sizes, one is not a positive integer, or the grid is invalid or does not merge evenly.
     """
     tokens = units.tokens_from_grid(grid, spatial_merge_size=spatial_merge_size)
-    return _ladder(units.positive_int("batch size", size) * tokens for size in _items("batch_sizes", batch_sizes, "image counts"))
-
-
-def _items(name: str, values: Iterable[_Item], what: str) -> list[_Item]:
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise BudgetError(f"{name}={values!r}: expected a list of {what}.")
-    items = list(values)
-    if not items:
-        raise BudgetError(f"{name} is empty: give at least one of: {what}.")
-    return items
+    return _ladder(
+        units.positive_int("batch size", size) * tokens for size in units.listed("batch_sizes", batch_sizes, "image counts")
+    )
 
 
 def _ladder(tokens: Iterable[int]) -> tuple[int, ...]:

@@ -12,14 +12,16 @@ without items); factors and grid sides may not. What depends on pixels (patch si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from vit_compile.errors import BudgetError
 
 Grid: TypeAlias = tuple[int, int, int]
 """`(t, h, w)`: frames, and height and width in patches."""
+
+_Item = TypeVar("_Item")
 
 
 def patches_from_tokens(tokens: int, *, spatial_merge_size: int) -> int:
@@ -33,7 +35,7 @@ def patches_from_tokens(tokens: int, *, spatial_merge_size: int) -> int:
         BudgetError: A number is not an integer or is out of range.
     """
     merge = positive_int("spatial_merge_size", spatial_merge_size)
-    return _count("tokens", tokens) * merge * merge
+    return natural_int("tokens", tokens) * merge * merge
 
 
 def rows_from_patches(patches: int, *, patches_per_row: int) -> int:
@@ -46,7 +48,7 @@ def rows_from_patches(patches: int, *, patches_per_row: int) -> int:
     Raises:
         BudgetError: The patches do not make whole rows, or a number is not an integer or is out of range.
     """
-    given = _count("patches", patches)
+    given = natural_int("patches", patches)
     per_row = positive_int("patches_per_row", patches_per_row)
     rows, rest = divmod(given, per_row)
     if rest:
@@ -137,11 +139,30 @@ def positive_int(name: str, value: object) -> int:
     return number
 
 
-def _count(name: str, value: object) -> int:
+def natural_int(name: str, value: object) -> int:
+    """`value` as a plain integer, 0 or more; NumPy integers are taken, `bool` is not.
+
+    Raises:
+        BudgetError: It is anything else.
+    """
     number = _integer(value)
     if number is None or number < 0:
         raise BudgetError(f"{name}={value!r}: expected an integer, 0 or more.")
     return number
+
+
+def listed(name: str, values: Iterable[_Item], what: str) -> list[_Item]:
+    """The values of a list that has some; text, a dict or a lone value is refused.
+
+    Raises:
+        BudgetError: It is not a list, or it is empty.
+    """
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise BudgetError(f"{name}={values!r}: expected a list of {what}.")
+    items = list(values)
+    if not items:
+        raise BudgetError(f"{name} is empty: give at least one of: {what}.")
+    return items
 
 
 def _integer(value: object) -> int | None:

@@ -60,6 +60,9 @@ class EncoderCudaGraphConfig:
     select_axis_keys: Callable[[Sequence[EncoderItemSpec], str], AxisKeys | None] | None = None
     """`(specs of a batch, path)`: one key for each axis, or None where no graph fits the batch. Needed with axes."""
 
+    is_reachable: Callable[[str, int, AxisKeys, int, int], bool] | None = None
+    """`(path, token_budget, axis_keys, max_items, max_frames)`: can any batch need this graph? None: all of them."""
+
     refusal: str | None = None
     """Why the model cannot be served at all (its output count depends on the data, for example). Refuses all modalities."""
 

@@ -101,6 +101,10 @@ class SupportsDirectFill(Protocol):
     Saves the selected request and the replay values in between. The manager uses it where it is there.
     """
 
+    def parse_encoder_request(self, mm_kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The request with whatever was found out about it, so that it is parsed once: passed on as `mm_kwargs` from here on."""
+        ...
+
     def fill_encoder_cudagraph_buffers(self, state: Any, mm_kwargs: Mapping[str, Any], indices: Sequence[int], path: str) -> bool:
         """Put these items into the buffers behind `EncoderCudaGraphCaptureInputs.state`, padding included.
 
@@ -117,4 +121,22 @@ class SupportsDirectFill(Protocol):
         indices: Sequence[int],
     ) -> Sequence[torch.Tensor]:
         """`postprocess_encoder_output` for items of the whole request."""
+        ...
+
+
+@runtime_checkable
+class SupportsPaddingTrial(Protocol):
+    """Optional: a model whose padding can be tried out at capture, with garbage that must not matter."""
+
+    def fill_encoder_cudagraph_trial(self, state: Any, path: str, tokens: int, kind: str | None, seed: int = 0) -> int:
+        """Made-up data for at most so many output tokens (at least one item's worth) into the buffers.
+
+        Args:
+            state: of `EncoderCudaGraphCaptureInputs`.
+            kind: garbage in the padding: "small", "large" (finite) or "nan"; None for clean padding.
+            seed: the same data for the same number, whatever the kind.
+
+        Returns:
+            Output tokens that are real.
+        """
         ...

@@ -1,0 +1,208 @@
+"""The captured graphs of one encoder: recorded largest first into one pool, under caps, tried out, timed.
+
+Without CUDA the same objects run the forward on the same static buffers and copy into an output that the next run overwrites,
+so that everything but recording is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vit_compile.backend.cuda import Recorder, check_recorded, reserved_bytes, unowned
+from vit_compile.backend.proof import bits_equal
+from vit_compile.backend.recording import record
+from vit_compile.errors import ProtocolError
+from vit_compile.runtime.capture_inputs import EncoderCudaGraphCaptureInputs
+from vit_compile.runtime.graph_config import AxisKeys
+from vit_compile.runtime.protocol import SupportsEncoderCudaGraph, SupportsPaddingTrial
+from vit_compile.stats import Skip, counters
+
+WARMUP_RUNS = 2
+TIMED_RUNS = 5
+Forward = Callable[[Mapping[str, Any], str], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What a graph is captured for."""
+
+    path: str
+    token_budget: int
+    axis_keys: AxisKeys = ()
+
+    def __str__(self) -> str:
+        axes = f" {self.axis_keys}" if self.axis_keys else ""
+        return f"{self.path} {self.token_budget} tokens{axes}"
+
+
+class EncoderGraph:
+    """One graph with its buffers. `replay` after the buffers are filled; `output` is valid until another graph replays."""
+
+    def __init__(
+        self, key: GraphKey, forward: Forward, inputs: EncoderCudaGraphCaptureInputs, width: int, recorder: Recorder | None
+    ) -> None:
+        self.key, self.inputs, self.recorder = key, inputs, recorder
+        self._forward, self._width = forward, width
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.output: torch.Tensor = torch.empty(0)
+        self.nbytes = inputs.nbytes
+        self.milliseconds = 0.0
+        """Time that capturing took."""
+        self.predicted_ms: float | None = None
+        self.generic: Any = None
+        """For models that do not fill their buffers themselves: what does it for them."""
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return str(self.key)
+
+    def _run(self) -> torch.Tensor:
+        return self._forward(self.inputs.values, self.key.path)
+
+    def record(self, args: Sequence[Any] = ()) -> None:
+        """Warm up and record, on what the buffers hold."""
+        if self.recorder is None:
+            self.output = self._checked(self._run()).clone()
+            return
+        with self.recorder.session():
+            for _ in range(WARMUP_RUNS):
+                self._checked(self._run())
+            before = reserved_bytes(self.recorder.device)
+            graph, output = self.recorder.record(self._run)
+        self._graph = check_recorded(graph, self.label)
+        self.nbytes += max(0, reserved_bytes(self.recorder.device) - before)
+        self.output = unowned(output)
+
+    def _checked(self, output: Any) -> torch.Tensor:
+        if not isinstance(output, torch.Tensor) or output.dim() != 2 or output.shape[1] != self._width:
+            found = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+            raise ProtocolError(f"encoder_cudagraph_forward gave {found}: expected a tensor [tokens, {self._width}].")
+        return output
+
+    def replay(self) -> torch.Tensor:
+        """Run on the buffers as they are: [tokens, width] of the whole budget, in memory that the next replay overwrites."""
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self.output.copy_(self._run())
+        return self.output
+
+
+class GraphSet:
+    """All graphs of one manager. Every method runs under the manager's lock."""
+
+    def __init__(self, model: SupportsEncoderCudaGraph, forward: Forward, width: int, device: torch.device) -> None:
+        self._model, self._forward, self._width, self._device = model, forward, width, device
+        self.recorder = Recorder(device) if device.type == "cuda" else None
+        self.graphs: dict[GraphKey, EncoderGraph] = {}
+        self.skips: dict[GraphKey, Skip] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all graphs."""
+        return sum(graph.nbytes for graph in self.graphs.values())
+
+    def capture(
+        self,
+        keys: Iterable[GraphKey],
+        make_inputs: Callable[[GraphKey], EncoderCudaGraphCaptureInputs],
+        *,
+        max_graphs: int,
+        max_graph_bytes: int | None,
+        verify: bool,
+    ) -> None:
+        """Record the graphs for these keys, in this order. What cannot be, or may not be, goes to `skips` with the reason."""
+        oversized = False
+        for key in keys:
+            made = self._no_room(max_graphs, max_graph_bytes) or self._one(key, make_inputs, verify=verify)
+            if isinstance(made, EncoderGraph) and max_graph_bytes is not None and self.nbytes + made.nbytes > max_graph_bytes:
+                oversized = True
+                made = Skip("max-graph-bytes", f"{key} would take {made.nbytes} bytes; max_graph_bytes={max_graph_bytes}")
+            if isinstance(made, Skip):
+                self.skips[key] = made
+            else:
+                self.graphs[key] = made
+                counters.add("captures")
+        if oversized and self.recorder is not None:
+            # A refused graph's memory stays in the pool until the pool goes, so the others move to a new one.
+            kept = list(self.graphs)
+            self.drop()
+            for key in kept:
+                made = self._one(key, make_inputs, verify=False)
+                if isinstance(made, Skip):
+                    self.skips[key] = made
+                else:
+                    self.graphs[key] = made
+
+    def _no_room(self, max_graphs: int, max_graph_bytes: int | None) -> Skip | None:
+        if len(self.graphs) >= max_graphs:
+            return Skip("max-graphs", f"{len(self.graphs)} graphs are held; max_graphs={max_graphs}")
+        if max_graph_bytes is not None and self.nbytes >= max_graph_bytes:
+            return Skip("max-graph-bytes", f"graphs take {self.nbytes} bytes; max_graph_bytes={max_graph_bytes}")
+        return None
+
+    def _one(
+        self, key: GraphKey, make_inputs: Callable[[GraphKey], EncoderCudaGraphCaptureInputs], *, verify: bool
+    ) -> EncoderGraph | Skip:
+        def make() -> EncoderGraph:
+            return EncoderGraph(key, self._forward, make_inputs(key), self._width, self.recorder)
+
+        made = record(make, (), str(key))
+        if isinstance(made, EncoderGraph) and verify and isinstance(self._model, SupportsPaddingTrial):
+            unsafe = self._try_padding(self._model, made)
+            return made if unsafe is None else unsafe
+        return made
+
+    @torch.no_grad()
+    def _try_padding(self, model: SupportsPaddingTrial, graph: EncoderGraph) -> Skip | None:
+        """Different garbage in the padding must leave every bit of the real rows alone."""
+        key, state = graph.key, graph.inputs.state
+        tokens = max(1, key.token_budget // 2)
+        real = model.fill_encoder_cudagraph_trial(state, key.path, tokens, None)
+        want = graph.replay()[:real].clone()
+        for kind in ("small", "large"):
+            model.fill_encoder_cudagraph_trial(state, key.path, tokens, kind)
+            same = bits_equal(graph.replay()[:real], want)
+            if not same:
+                break
+        model.fill_encoder_cudagraph_trial(state, key.path, tokens, None)
+        if self.recorder is not None:
+            self.recorder.after_replay()
+        return None if same else Skip("padding-unsafe", f"{key}: {kind} garbage in the padding changed real rows")
+
+    @torch.no_grad()
+    def time_graphs(self) -> None:
+        """Measure one replay of each graph, in wall milliseconds with synchronisation: what plans are chosen by."""
+        for graph in self.graphs.values():
+            if isinstance(self._model, SupportsPaddingTrial):
+                self._model.fill_encoder_cudagraph_trial(graph.inputs.state, graph.key.path, graph.key.token_budget, None)
+            graph.predicted_ms = median_ms(graph.replay, self._device)
+
+    def drop(self) -> None:
+        """Let go of all graphs, buffers and the pool."""
+        if self.recorder is not None and self.graphs:
+            torch.cuda.synchronize(self._device)
+        self.graphs.clear()
+        if self.recorder is not None:
+            self.recorder.abandon_pool()
+
+
+def median_ms(function: Callable[[], object], device: torch.device, runs: int = TIMED_RUNS) -> float:
+    """Median wall time of a call in milliseconds, with synchronisation, after one that does not count."""
+    times = []
+    for _ in range(runs + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times[1:])

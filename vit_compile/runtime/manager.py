@@ -1,0 +1,451 @@
+"""`EncoderCudaGraphManager`: from the images of a request to their features, by replays of captured graphs.
+
+Guarantees:
+- features come back in input order, one tensor of its own for each item (`outputs="copy"`);
+- what has no graph runs eagerly, alone, and is counted with a reason; its neighbours replay;
+- a call is checked before any work; after an error the manager is as it was;
+- any thread may call any method; a replay runs on the caller's stream, ordered after the one before;
+- no call waits for the device, if sizes come from the host and data from the device (data in pinned host memory is waited for).
+
+Gradients are not recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import product
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vit_compile.errors import InputError, ModalityError, ProtocolError, SkipError
+from vit_compile.runtime.capture_inputs import BudgetGraphMetadata, EncoderCudaGraphCaptureInputs
+from vit_compile.runtime.config import EncoderConfig
+from vit_compile.runtime.data_parallel import DataParallel
+from vit_compile.runtime.forward import compiled_forward, eager_forward
+from vit_compile.runtime.generic_buffers import GenericBuffers
+from vit_compile.runtime.graphs import EncoderGraph, GraphKey, GraphSet, median_ms
+from vit_compile.runtime.item_spec import EncoderItemSpec
+from vit_compile.runtime.ladders import resolve
+from vit_compile.runtime.outputs import owned
+from vit_compile.runtime.planner import EagerCost, PlannedBatch, Planner
+from vit_compile.runtime.protocol import SupportsDirectFill, SupportsEncoderCudaGraph
+from vit_compile.runtime.statistics import EncoderStatistics
+from vit_compile.runtime.table import EncoderTable
+from vit_compile.runtime.table_encoder import TableEncoder
+from vit_compile.runtime.weights import WeightWatch, modules_of, train_mode
+from vit_compile.stats import SKIP_CODES, Skip, counters, report_skip
+
+
+class EncoderCudaGraphManager:
+    """Captures a vision encoder at its token budgets and serves requests from the graphs.
+
+    Args:
+        model: a `SupportsEncoderCudaGraph`, or an `EncoderTable`.
+        config: None means all defaults.
+        device: where the encoder runs.
+        dtype: of its buffers; inputs of another dtype are converted only where that loses nothing.
+        group: a process group over whose ranks the items of each call are spread. Every rank calls `execute` with the same
+            request. None: this process alone.
+
+    The constructor does no GPU work; `capture()` does.
+
+    Raises:
+        ProtocolError: the model lacks a method, or declares something impossible.
+        BudgetError, OptionError: the configuration does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: SupportsEncoderCudaGraph | EncoderTable,
+        config: EncoderConfig | None = None,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+        self.config = EncoderConfig() if config is None else config
+        self.model = TableEncoder(model, device=self.device, dtype=dtype) if isinstance(model, EncoderTable) else _checked(model)
+        self.declaration = self.model.get_encoder_cudagraph_config()
+        self.ladders = resolve(self.config, self.declaration, self.model.get_encoder_cudagraph_budget_range())
+        self._direct = self.model if isinstance(self.model, SupportsDirectFill) else None
+        self._lock = threading.RLock()
+        self._statistics = EncoderStatistics(self.config.log_every)
+        if self.config.mode == "compiled":
+            forward = compiled_forward(self.model, frozenset(self.declaration.buffer_keys), self.config.compiler)
+        else:
+            forward = eager_forward(self.model)
+        self._set = GraphSet(self.model, forward, self.declaration.out_hidden_size, self.device)
+        self._paths = tuple(self.declaration.paths)
+        self._watch: WeightWatch | None = None
+        self._planner: Planner | None = None
+        self._idle_planner = self._new_planner()
+        self._parallel: DataParallel | None = None
+        if group is not None:
+            self._parallel = DataParallel(group, device=self.device, dtype=dtype, width=self.declaration.out_hidden_size)
+
+    # --- life cycle --------------------------------------------------------------------------------------------------
+
+    def capture(self, *, progress: bool = False) -> None:
+        """Capture every graph, largest first, and time them. Does nothing if that was done.
+
+        Args:
+            progress: show a progress bar on stderr.
+
+        What cannot be captured is left out with the reason (`snapshot()["not_captured"]`), and everything else works.
+
+        Raises:
+            SkipError: something could not be captured, and `strict=True`.
+            ProtocolError: the model's inputs or forward are not what the contract says.
+        """
+        with self._lock:
+            if self._planner is None and self.config.enabled and self.declaration.refusal is None:
+                with self._on_device():
+                    self._capture(progress)
+
+    def _capture(self, progress: bool) -> None:
+        modules = modules_of(self.model)
+        training = train_mode(modules)
+        if training is not None:
+            report_skip(
+                Skip("train-mode", f"{training} is in train mode; call eval() before capture()"), strict=self.config.strict
+            )
+            return
+        keys = self._reachable_keys()
+        with torch.inference_mode(False), torch.no_grad():
+            self._set.capture(
+                _tracked(keys, progress),
+                self._make_inputs,
+                max_graphs=self.config.max_graphs,
+                max_graph_bytes=self.config.max_graph_bytes,
+                verify=self.config.verify,
+            )
+            eager: dict[str, EagerCost] = {}
+            if self.config.packing == "cost":
+                self._set.time_graphs()
+                eager = self._time_eager()
+        self._watch = WeightWatch(modules)
+        self._planner = self._new_planner(eager)
+        for key, graph in self._set.graphs.items():
+            where = (key.path, key.token_budget, key.axis_keys)
+            self._statistics.captured(*where, nbytes=graph.nbytes, seconds=graph.milliseconds / 1e3)
+            if graph.predicted_ms is not None:
+                self._statistics.calibrated(*where, graph.predicted_ms)
+        for key, skip in self._set.skips.items():
+            self._statistics.skipped(key.path, key.token_budget, key.axis_keys, skip)
+            report_skip(skip, strict=self.config.strict)
+
+    def _new_planner(self, eager: Mapping[str, EagerCost] | None = None) -> Planner:
+        return Planner(
+            self.declaration,
+            self.ladders,
+            {key: graph.predicted_ms for key, graph in self._set.graphs.items()},
+            self._set.skips,
+            by_cost=self.config.packing == "cost",
+            look_ahead=self.config.look_ahead,
+            eager=eager,
+        )
+
+    def _reachable_keys(self) -> list[GraphKey]:
+        reachable = self.declaration.is_reachable
+        return [
+            GraphKey(path, budget, axes)
+            for path in self._paths
+            for budget in sorted(self.ladders.paths[path], reverse=True)
+            if budget > 0
+            for axes in product(*self.declaration.capture_axes)
+            if reachable is None or reachable(path, budget, axes, self.ladders.max_items, self.ladders.max_frames)
+        ]
+
+    def _make_inputs(self, key: GraphKey) -> EncoderCudaGraphCaptureInputs:
+        made = self.model.prepare_encoder_cudagraph_capture_inputs(
+            key.token_budget,
+            self.ladders.max_items,
+            self.ladders.max_frames,
+            self.device,
+            self.dtype,
+            key.path,
+            key.axis_keys,
+        )
+        if self._direct is None:
+            keys = self.declaration.path_buffer_keys(key.path)
+            made.state = GenericBuffers(made.values, keys, self.declaration.padding_logics)
+            made.nbytes = made.nbytes or sum(made.values[name].nbytes for name in keys)
+        return made
+
+    def _time_eager(self) -> dict[str, EagerCost]:
+        """An eager run at the smallest and at the largest captured budget of each path, and a line through the two."""
+        found = {}
+        for path in self._paths:
+            graphs = sorted((g for k, g in self._set.graphs.items() if k.path == path), key=lambda g: g.key.token_budget)
+            if not graphs:
+                continue
+            (low, low_ms), (high, high_ms) = [
+                (
+                    graph.key.token_budget,
+                    median_ms(partial(self.model.encoder_cudagraph_forward, graph.inputs.values, path), self.device, 3),
+                )
+                for graph in (graphs[0], graphs[-1])
+            ]
+            slope = max(0.0, (high_ms - low_ms) / (high - low)) if high > low else 0.0
+            found[path] = EagerCost(max(0.0, low_ms - slope * low), slope)
+        return found
+
+    def clear(self) -> None:
+        """Drop every graph and give its memory back. Calls run eagerly until the next `capture()`."""
+        with self._lock:
+            with self._on_device():
+                self._set.drop()
+                self._set.skips.clear()
+                if self._set.recorder is not None:
+                    torch.cuda.empty_cache()
+            self._planner, self._watch = None, None
+            self._idle_planner = self._new_planner()
+            self._statistics.cleared()
+
+    def __enter__(self) -> EncoderCudaGraphManager:
+        """Captures."""
+        self.capture()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Clears."""
+        self.clear()
+
+    # --- serving -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def execute(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Features of every item of a request.
+
+        Args:
+            mm_kwargs: the inputs of one or more modalities, as the model's processor makes them. They are only read, and may
+                be overwritten by later work on the current stream.
+
+        Returns:
+            One tensor [tokens, out_hidden_size] for each item, in input order, modality by modality where there are
+            several (in the order of the declaration). Owned by the caller; with `outputs="borrow"`, and where one replay
+            served the call, views of graph memory that are valid until the next call. No items: an empty list.
+
+        Raises:
+            InputError, GridError: the request is wrong; nothing ran.
+            ModalityError: the model does not encode this, or nothing at all.
+            SkipError: something would run eagerly, and `strict=True`.
+            ParallelError: another rank of the group failed.
+        """
+        if self.declaration.refusal is not None:
+            raise ModalityError(f"this model is not served: {self.declaration.refusal}")
+        if not isinstance(mm_kwargs, Mapping):
+            raise InputError(f"the request is {type(mm_kwargs).__name__}: expected a dict of inputs by name.")
+        started = time.perf_counter()
+        with self._lock:
+            request = mm_kwargs if self._direct is None else self._direct.parse_encoder_request(mm_kwargs)
+            specs = self.model.get_encoder_cudagraph_item_specs(request)
+        if not specs:
+            return []
+        if self._parallel is None:
+            features = self._local(request, specs, range(len(specs)))
+        else:
+            sizes = [spec.input_size for spec in specs]
+            features = self._parallel.execute(sizes, lambda indices: self._local(request, specs, indices))
+        self._statistics.finished(len(specs), time.perf_counter() - started)
+        return features
+
+    def _local(self, request: Mapping[str, Any], specs: Sequence[EncoderItemSpec], indices: Sequence[int]) -> list[torch.Tensor]:
+        """Features of these items, in their order, from this process's graphs."""
+        if not indices:
+            return []
+        with self._lock, self._on_device():
+            reason = self._ready()
+            planner = self._idle_planner if self._planner is None or reason is not None else self._planner
+            plan = planner.plan([specs[index] for index in indices])
+            self._refuse_eager(plan, reason)
+            recorder = self._set.recorder
+            if recorder is not None:
+                recorder.before_replay()
+            features: list[torch.Tensor | None] = [None] * len(indices)
+            try:
+                for batch in plan:
+                    chosen = [indices[position] for position in batch.indices]
+                    made = self._run_batch(request, specs, chosen, batch, reason, alone=len(plan) == 1)
+                    for position, feature in zip(batch.indices, made, strict=True):
+                        features[position] = feature
+            finally:
+                if recorder is not None:
+                    recorder.after_replay()
+        done = [feature for feature in features if feature is not None]
+        assert len(done) == len(indices), "every item is in exactly one batch"
+        return done
+
+    def _ready(self) -> Skip | None:
+        """Why no graph may be replayed now, or None. Graphs of replaced weights are captured anew."""
+        if not self.config.enabled:
+            return Skip("disabled", "EncoderConfig(enabled=False)")
+        if self._planner is None or self._watch is None:
+            return Skip("not-captured", "capture() did not run since the manager was made or cleared")
+        if self._watch.training():
+            return Skip("train-mode", "the encoder is in train mode")
+        if self._watch.changed():
+            self.clear()
+            self._statistics.recaptured()
+            counters.add("recaptures")
+            self._capture(progress=False)
+            if self._planner is None:
+                return Skip("not-captured", "the weights were replaced, and the new ones could not be captured")
+        return None
+
+    def _refuse_eager(self, plan: Sequence[PlannedBatch], reason: Skip | None) -> None:
+        """Under `strict` nothing runs eagerly, and nothing runs at all before that is known."""
+        if self.config.strict:
+            for batch in plan:
+                for choice in batch.choices:
+                    skip = reason if choice is not None and reason is not None else choice
+                    if isinstance(skip, Skip):
+                        raise SkipError(f"{skip} ({SKIP_CODES[skip.code]}; strict=True)")
+
+    def _run_batch(
+        self,
+        request: Mapping[str, Any],
+        specs: Sequence[EncoderItemSpec],
+        indices: Sequence[int],
+        batch: PlannedBatch,
+        reason: Skip | None,
+        *,
+        alone: bool,
+    ) -> Sequence[torch.Tensor]:
+        members = [specs[index] for index in indices]
+        selected: Mapping[str, Any] | None = None
+        if self._direct is None:
+            selected = self.model.select_encoder_cudagraph_items(request, indices)
+        outputs: dict[str, torch.Tensor | None] = {}
+        replayed: list[torch.Tensor] = []
+        for number, (path, choice, tokens) in enumerate(zip(self._paths, batch.choices, batch.tokens, strict=True)):
+            if choice is None:
+                outputs[path] = None
+                continue
+            items = sum(member.tokens_on(path) > 0 for member in members)
+            skip = reason if reason is not None else choice
+            if isinstance(skip, GraphKey):
+                graph = self._set.graphs[skip]
+                if self._fill(graph, request, selected, indices):
+                    output = graph.replay()
+                    if output.shape[0] < tokens:
+                        raise ProtocolError(f"the graph {graph.label} gave {output.shape[0]} tokens for {tokens}.")
+                    output = output[:tokens]
+                    self._statistics.replay(path, skip.token_budget, skip.axis_keys, items=items, tokens=tokens)
+                    if any(later is not None for later in batch.choices[number + 1 :]):
+                        output = output.clone()  # the next path's replay may overwrite it
+                    else:
+                        replayed.append(output)
+                    outputs[path] = output
+                    continue
+                skip = Skip("too-many-segments", f"{graph.label}: {items} items, {tokens} tokens")
+                if self.config.strict:
+                    raise SkipError(f"{skip} ({SKIP_CODES[skip.code]}; strict=True)")
+            if selected is None:
+                selected = self.model.select_encoder_cudagraph_items(request, indices)
+            outputs[path] = self._eager(selected, path, tokens)
+            self._statistics.eager(path, skip.code, items=items, tokens=tokens)
+            counters.add_skip(skip.code)
+        if self._direct is not None:
+            features = self._direct.postprocess_encoder_items(outputs, members, request, indices)
+        else:
+            assert selected is not None, "selected above for models that do not fill directly"
+            features = self.model.postprocess_encoder_output(outputs, members, selected)
+        if len(features) != len(members):
+            raise ProtocolError(f"post-processing gave {len(features)} features for {len(members)} items.")
+        borrow = alone and self.config.outputs == "borrow" and self._parallel is None
+        return features if borrow else owned(features, replayed)
+
+    def _fill(
+        self, graph: EncoderGraph, request: Mapping[str, Any], selected: Mapping[str, Any] | None, indices: Sequence[int]
+    ) -> bool:
+        path = graph.key.path
+        if self._direct is not None:
+            return self._direct.fill_encoder_cudagraph_buffers(graph.inputs.state, request, indices, path)
+        assert selected is not None, "selected for models that do not fill directly"
+        values = self.model.prepare_encoder_cudagraph_replay_buffers(selected, path, graph.key.axis_keys).values
+        buffers: GenericBuffers = graph.inputs.state
+        return buffers.fill(values)
+
+    def _eager(self, selected: Mapping[str, Any], path: str, tokens: int) -> torch.Tensor:
+        output = self.model.encoder_eager_forward(selected, path)
+        if not isinstance(output, torch.Tensor) or output.dim() != 2 or output.shape[0] != tokens:
+            found = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+            raise ProtocolError(f"encoder_eager_forward gave {found} on path {path!r}: expected [{tokens}, width].")
+        return output
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    # --- what there is -----------------------------------------------------------------------------------------------
+
+    def supports_modality(self, modality: str) -> bool:
+        """Does the model encode this ("image", "video")? False for all where the model is refused."""
+        return self.declaration.refusal is None and modality in self.declaration.modalities
+
+    def is_captured(self) -> bool:
+        """Did `capture()` run, with a graph to show for it?"""
+        with self._lock:
+            return self._planner is not None and bool(self._set.graphs)
+
+    def get_num_graphs_to_capture(self) -> int:
+        """How many graphs `capture()` will try to make."""
+        return len(self._reachable_keys()) if self.config.enabled and self.declaration.refusal is None else 0
+
+    def graphs(self) -> tuple[BudgetGraphMetadata, ...]:
+        """The captured graphs, in the order of capture."""
+        with self._lock:
+            rows = {(g["path"], g["token_budget"], tuple(g["axis_keys"])): g for g in self.snapshot()["graphs"]}
+            return tuple(
+                BudgetGraphMetadata(
+                    path=key.path,
+                    token_budget=key.token_budget,
+                    max_items=self.ladders.max_items,
+                    max_frames=self.ladders.max_frames,
+                    axis_keys=key.axis_keys,
+                    nbytes=graph.nbytes,
+                    capture_seconds=graph.milliseconds / 1e3,
+                    predicted_ms=graph.predicted_ms,
+                    replays=rows[key.path, key.token_budget, tuple(map(str, key.axis_keys))]["replays"],
+                    buffers={
+                        name: tuple(value.shape)
+                        for name, value in graph.inputs.values.items()
+                        if name in self.declaration.buffer_keys
+                    },
+                )
+                for key, graph in self._set.graphs.items()
+            )
+
+    def get_cumulative_stats(self) -> dict[str, Any]:
+        """`graph_hits`, `graph_misses`, `hit_rate`, `num_budgets`, `token_budgets` since the manager was made."""
+        budgets = sorted({budget for ladder in self.ladders.paths.values() for budget in ladder if budget})
+        return self._statistics.cumulative(budgets)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything that is counted, as a plain dict; see `EncoderStatistics.snapshot`."""
+        return self._statistics.snapshot()
+
+
+def _checked(model: object) -> SupportsEncoderCudaGraph:
+    if isinstance(model, SupportsEncoderCudaGraph):
+        return model
+    methods = [name for name in vars(SupportsEncoderCudaGraph) if "encoder" in name]
+    missing = [name for name in methods if not callable(getattr(model, name, None))]
+    raise ProtocolError(f"{type(model).__name__} is no SupportsEncoderCudaGraph: it lacks {', '.join(missing)}.")
+
+
+def _tracked(keys: list[GraphKey], show: bool) -> Any:
+    if not show or not keys:
+        return keys
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(keys, description="capturing graphs", console=Console(stderr=True), transient=True)

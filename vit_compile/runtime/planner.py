@@ -1,0 +1,188 @@
+"""From item sizes to batches with their graphs: packing over what is captured, priced by what was measured."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from vit_compile.errors import ProtocolError
+from vit_compile.planning import cost_plans, packing
+from vit_compile.runtime.graph_config import AxisKeys, EncoderCudaGraphConfig
+from vit_compile.runtime.graphs import GraphKey
+from vit_compile.runtime.item_spec import EncoderItemSpec
+from vit_compile.runtime.ladders import Ladders
+from vit_compile.stats import Skip
+
+_CACHED_PLANS = 4096
+_UNKNOWN_EAGER_FACTOR = 1e6
+"""Where nothing was measured a graph costs its tokens, and eager is the last resort."""
+
+Choice: TypeAlias = GraphKey | Skip | None
+"""On one path: the graph to replay, why the batch runs eagerly, or None where it has nothing there."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """Items that run together, and how on each path."""
+
+    indices: tuple[int, ...]
+    """Positions among the specs that were planned."""
+    choices: tuple[Choice, ...]
+    tokens: tuple[int, ...]
+    """Output tokens on each path."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagerCost:
+    """Predicted milliseconds of an eager run on one path: a fixed part and one per token."""
+
+    fixed_ms: float
+    ms_per_token: float
+
+    def __call__(self, tokens: int) -> float:
+        """Milliseconds for so many output tokens."""
+        return self.fixed_ms + self.ms_per_token * tokens
+
+
+class Planner:
+    """Plans over one state of the graph set; made anew when that changes. Plans are cached by the specs."""
+
+    def __init__(
+        self,
+        declaration: EncoderCudaGraphConfig,
+        ladders: Ladders,
+        graphs: Mapping[GraphKey, float | None],
+        skips: Mapping[GraphKey, Skip],
+        *,
+        by_cost: bool,
+        look_ahead: bool,
+        eager: Mapping[str, EagerCost] | None = None,
+    ) -> None:
+        self._declaration, self._skips = declaration, skips
+        self._paths = tuple(declaration.paths)
+        self._by_cost, self._look_ahead = by_cost, look_ahead
+        self._eager = eager or {}
+        self._steps: dict[tuple[str, AxisKeys], list[int]] = {}
+        self._cheapest: dict[tuple[str, AxisKeys], list[tuple[float, int]]] = {}
+        for key in sorted(graphs, key=lambda k: k.token_budget):
+            self._steps.setdefault((key.path, key.axis_keys), []).append(key.token_budget)
+        for (path, axes), steps in self._steps.items():
+            costs = [graphs[GraphKey(path, step, axes)] for step in steps]
+            known = [float(step) if cost is None else cost for step, cost in zip(steps, costs, strict=True)]
+            best: list[tuple[float, int]] = []
+            for cost, step in zip(reversed(known), reversed(steps), strict=True):
+                best.append(min((cost, step), best[-1]) if best else (cost, step))
+            self._cheapest[path, axes] = best[::-1]
+        captured = {path: sorted({k.token_budget for k in graphs if k.path == path}) for path in self._paths}
+        self._ladders = ladders
+        # Where nothing is captured the configured ladder still says what one eager batch may hold.
+        budgets = tuple(tuple(captured[path]) or ladders.paths[path] for path in self._paths)
+        self._limits = packing.Limits(budgets, ladders.max_items, max(ladders.max_items, ladders.max_frames))
+        self._plans: dict[tuple[EncoderItemSpec, ...], list[PlannedBatch]] = {}
+
+    def plan(self, specs: Sequence[EncoderItemSpec]) -> list[PlannedBatch]:
+        """Batches for these items: every item in exactly one."""
+        key = tuple(specs)
+        found = self._plans.get(key)
+        if found is None:
+            found = self._make(key)
+            if len(self._plans) >= _CACHED_PLANS:
+                self._plans.clear()
+            self._plans[key] = found
+        return found
+
+    def _make(self, specs: tuple[EncoderItemSpec, ...]) -> list[PlannedBatch]:
+        items = [packing.Item(tuple([spec.tokens_on(path) for path in self._paths]), spec.frames) for spec in specs]
+        if self._by_cost:
+            batches = cost_plans.by_cost(items, self._limits, _Prices(self, specs))
+        else:
+            batches = packing.greedy(items, self._limits, look_ahead=self._look_ahead)
+        return [self._planned(specs, items, batch) for batch in batches]
+
+    def predicted_ms(self, specs: Sequence[EncoderItemSpec], plan: Sequence[PlannedBatch]) -> float:
+        """Predicted time of a plan: what `plan` minimises under cost packing."""
+        prices = _Prices(self, tuple(specs))
+        return sum(prices.batch(b.indices, b.tokens, sum(specs[i].frames for i in b.indices))[0] for b in plan)
+
+    def _planned(self, specs: Sequence[EncoderItemSpec], items: Sequence[packing.Item], batch: packing.Batch) -> PlannedBatch:
+        members = [specs[index] for index in batch.indices]
+        frames = sum(member.frames for member in members)
+        tokens = tuple([sum(items[index].tokens[number] for index in batch.indices) for number in range(len(self._paths))])
+        choices = [
+            self._choice(path, members, total, frames, wanted)
+            for path, total, wanted in zip(self._paths, tokens, batch.budgets, strict=True)
+        ]
+        return PlannedBatch(batch.indices, tuple(choices), tokens)
+
+    def _choice(self, path: str, members: Sequence[EncoderItemSpec], tokens: int, frames: int, wanted: int | None) -> Choice:
+        if tokens == 0:
+            return None
+        assert self._limits.max_frames is not None, "the manager always limits frames"
+        if frames > self._limits.max_frames:
+            return Skip("too-many-frames", f"{frames} frames; a batch may have {self._limits.max_frames}")
+        axes = self.axis_keys(members, path)
+        if axes is None:
+            return Skip("no-axis-key", f"{path}: {len(members)} items, {tokens} tokens")
+        steps = self._steps.get((path, axes), [])
+        if wanted is None and steps and tokens <= steps[-1]:
+            return Skip("eager-cheaper", f"{path}: {tokens} tokens")
+        position = bisect_left(steps, max(tokens, wanted or 0))
+        if position < len(steps):
+            return GraphKey(path, steps[position], axes)
+        return self._why_none(path, axes, tokens)
+
+    def _why_none(self, path: str, axes: AxisKeys, tokens: int) -> Skip:
+        for budget in self._ladders.paths[path]:
+            skip = self._skips.get(GraphKey(path, budget, axes)) if budget >= tokens else None
+            if skip is not None:
+                return skip
+        return Skip("too-large", f"{path}: {tokens} tokens; the largest budget is {self._ladders.paths[path][-1]}")
+
+    def axis_keys(self, members: Sequence[EncoderItemSpec], path: str) -> AxisKeys | None:
+        """One key for each capture axis, as the model chooses for a batch; None where it finds none.
+
+        Raises:
+            ProtocolError: it chose another number of keys, or one that it did not declare.
+        """
+        axes = self._declaration.capture_axes
+        if not axes:
+            return ()
+        assert self._declaration.select_axis_keys is not None, "checked by the declaration"
+        keys = self._declaration.select_axis_keys(members, path)
+        if keys is None:
+            return None
+        if len(keys) != len(axes) or any(key not in axis for key, axis in zip(keys, axes, strict=True)):
+            raise ProtocolError(f"select_axis_keys gave {keys!r}: expected one key of each of {axes!r}.")
+        return tuple(keys)
+
+    def price(self, path: str, members: Sequence[EncoderItemSpec], tokens: int, frames: int) -> tuple[float, int | None]:
+        """Least predicted time of a batch on one path, and the budget that reaches it (None: eager; 0: nothing to do)."""
+        if tokens == 0:
+            return 0.0, 0
+        eager = self._eager[path](tokens) if path in self._eager else tokens * _UNKNOWN_EAGER_FACTOR
+        assert self._limits.max_frames is not None, "the manager always limits frames"
+        axes = self.axis_keys(members, path) if frames <= self._limits.max_frames else None
+        if axes is None:
+            return eager, None
+        steps = self._steps.get((path, axes), [])
+        position = bisect_left(steps, tokens)
+        if position == len(steps):
+            return eager, None
+        cost, budget = self._cheapest[path, axes][position]
+        return (cost, budget) if cost <= eager else (eager, None)
+
+
+class _Prices:
+    """What `cost_plans` asks: the price of a batch, over all paths."""
+
+    def __init__(self, planner: Planner, specs: tuple[EncoderItemSpec, ...]) -> None:
+        self._planner, self._specs = planner, specs
+
+    def batch(self, indices: Sequence[int], tokens: tuple[int, ...], frames: int) -> tuple[float, tuple[int | None, ...]]:
+        members = [self._specs[index] for index in indices]
+        priced = [
+            self._planner.price(path, members, total, frames) for path, total in zip(self._planner._paths, tokens, strict=True)
+        ]
+        return sum(cost for cost, _ in priced), tuple([budget for _, budget in priced])

@@ -1,0 +1,388 @@
+"""`TableEncoder`: the encoder contract for everything that is declared as an `EncoderTable`."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vit_compile.backend.roles import Role
+from vit_compile.errors import InputError, ProtocolError
+from vit_compile.runtime.capture_inputs import EncoderCudaGraphCaptureInputs, EncoderCudaGraphReplayBuffers
+from vit_compile.runtime.graph_config import AxisKeys, EncoderCudaGraphConfig, EncoderPathConfig
+from vit_compile.runtime.inputs import check_request, check_rows
+from vit_compile.runtime.item_spec import DEFAULT_PATH, EncoderItemSpec
+from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize
+from vit_compile.runtime.table_buffers import GraphBuffers, Layouts, SharedRows, Slices, exact_values
+
+ALL_SEGMENTS = 0
+"""The key of the segment axis that stands for as many as a batch may have."""
+_CACHED_KEYS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One item of a request: what it is, and where its rows are."""
+
+    key: Hashable
+    modality: str
+    starts: Mapping[str, int]
+    """First row of the item in each input of its modality."""
+
+
+class _Request(Mapping[str, Any]):
+    """A request as it was parsed: the same inputs, and where each item is."""
+
+    def __init__(self, mm_kwargs: Mapping[str, Any], items: list[_Item], specs: list[EncoderItemSpec]) -> None:
+        self.inputs, self.entries, self.specs = mm_kwargs, items, specs
+
+    def __getitem__(self, name: str) -> Any:
+        return self.inputs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inputs)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+class TableEncoder:
+    """An `EncoderTable` as a protocol object that fills its buffers itself.
+
+    Args:
+        table: the declaration.
+        device, dtype: the encoder's, which requests are checked against.
+
+    One manager uses one `TableEncoder`. Calls come under the manager's lock.
+    """
+
+    def __init__(self, table: EncoderTable, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.table, self.device, self.dtype = table, device, dtype
+        self._data = {path: _data_buffers(table, path) for path in table.paths}
+        self._shared: weakref.WeakValueDictionary[str, _Kept] = weakref.WeakValueDictionary()
+        self._layouts = Layouts()
+        self._spec = functools.lru_cache(_CACHED_KEYS)(self._make_spec)
+        self._metadata = functools.lru_cache(_CACHED_KEYS)(self._make_metadata)
+        self._axis = bool(table.segment_capacities) and any(_has_boundaries(p.buffers) for p in table.paths.values())
+
+    def encoder_modules(self) -> list[nn.Module]:
+        """Modules whose weights the graphs read."""
+        return [value for value in vars(self.table).values() if isinstance(value, nn.Module)]
+
+    # --- declaration -------------------------------------------------------------------------------------------------
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        """See `SupportsEncoderCudaGraph`."""
+        table = self.table
+        axes: tuple[AxisKeys, ...] = ((*sorted(set(table.segment_capacities)), ALL_SEGMENTS),) if self._axis else ()
+        return EncoderCudaGraphConfig(
+            modalities=tuple(table.modalities),
+            buffer_keys=tuple(dict.fromkeys(name for path in table.paths.values() for name in path.buffers)),
+            out_hidden_size=table.out_hidden_size,
+            max_frames_per_video=table.max_frames_per_video,
+            paths={
+                name: EncoderPathConfig(
+                    buffer_keys=tuple(path.buffers),
+                    min_token_budget=path.min_token_budget,
+                    allow_zero_tokens=path.allow_zero_tokens,
+                )
+                for name, path in table.paths.items()
+            },
+            capture_axes=axes,
+            select_axis_keys=self._select_segments if axes else None,
+            is_reachable=self._is_reachable if axes else None,
+            refusal=table.refusal,
+        )
+
+    def _select_segments(self, specs: Sequence[EncoderItemSpec], path: str) -> AxisKeys:
+        segments = sum(spec.frames for spec in specs)
+        return (next((key for key in sorted(self.table.segment_capacities) if key >= segments), ALL_SEGMENTS),)
+
+    def _is_reachable(self, path: str, token_budget: int, axis_keys: AxisKeys, max_items: int, max_frames: int) -> bool:
+        """A tight graph is of use below the most segments that a batch may have; the loose one above all the tight ones."""
+        (key,), most = axis_keys, max(max_items, max_frames)
+        assert isinstance(key, int), "keys of the segment axis are numbers"
+        if not _has_boundaries(self.table.paths[path].buffers):
+            return key == ALL_SEGMENTS
+        below = [k for k in self.table.segment_capacities if k < most]
+        return key in below if key != ALL_SEGMENTS else True
+
+    def get_encoder_cudagraph_budget_range(self) -> tuple[int, int]:
+        """See `SupportsEncoderCudaGraph`."""
+        return self.table.token_range
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: Mapping[str, Any]) -> Sequence[EncoderItemSpec]:
+        """See `SupportsEncoderCudaGraph`."""
+        return self._parse(mm_kwargs).specs
+
+    def parse_encoder_request(self, mm_kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `SupportsDirectFill`."""
+        return self._parse(mm_kwargs)
+
+    def _parse(self, mm_kwargs: Mapping[str, Any]) -> _Request:
+        if isinstance(mm_kwargs, _Request):
+            return mm_kwargs
+        table = self.table
+        items: list[_Item] = []
+        specs: list[EncoderItemSpec] = []
+        for modality in check_request(mm_kwargs, {name: m.names for name, m in table.modalities.items()}):
+            declared = table.modalities[modality]
+            inputs = {name: mm_kwargs[name] for name in declared.names}
+            starts = dict.fromkeys(declared.data, 0)
+            keys = table.item_keys(modality, inputs)
+            for key in keys:
+                spec, rows = self._spec(key)
+                items.append(_Item(key, modality, dict(starts)))
+                specs.append(spec)
+                for buffer in starts:
+                    starts[buffer] += rows[buffer]
+            for buffer, name in declared.data.items():
+                self._check_data(name, mm_kwargs[name], buffer, starts[buffer], empty=not keys)
+        return _Request(mm_kwargs, items, specs)
+
+    def _check_data(self, name: str, value: Any, buffer: str, rows: int, *, empty: bool) -> None:
+        if empty and not isinstance(value, torch.Tensor) and hasattr(value, "__len__") and len(value) == 0:
+            return
+        declared = self._buffer(buffer)
+        check_rows(name, value, rows=rows, shape=declared.shape, dtype=declared.dtype or self.dtype, device=self.device)
+
+    def _buffer(self, name: str) -> Buffer:
+        return next(path.buffers[name] for path in self.table.paths.values() if name in path.buffers)
+
+    def _make_spec(self, key: Hashable) -> tuple[EncoderItemSpec, Mapping[str, int]]:
+        """An item's sizes, and the rows that it has of each data buffer."""
+        size = self.table.item_size(key)
+        tokens, rows = _by_path(size.tokens, self.table), _by_path(size.rows, self.table)
+        if size.frames < 1 or min(rows.values()) < 0 or sum(rows.values()) < 1:
+            raise InputError(f"item {key!r} has {size}: sizes must be positive.")
+        spec = EncoderItemSpec(sum(rows.values()), sum(tokens.values()), tokens, size.frames, size.kind)
+        return spec, {buffer: rows[path] for path, buffers in self._data.items() for buffer in buffers}
+
+    def _make_metadata(self, key: Hashable, path: str) -> Mapping[str, torch.Tensor]:
+        found = dict(self.table.item_metadata(key, path))
+        for name, buffer in self.table.paths[path].buffers.items():
+            if name in self._data[path]:
+                continue
+            if name not in found:
+                raise ProtocolError(f"item_metadata({key!r}, {path!r}) has no {name!r}.")
+            _check_metadata(name, buffer, found[name], self._rows_on(key, path))
+        return found
+
+    def _rows_on(self, key: Hashable, path: str) -> int:
+        return _by_path(self.table.item_size(key).rows, self.table)[path]
+
+    def select_encoder_cudagraph_items(self, mm_kwargs: Mapping[str, Any], indices: Sequence[int]) -> Mapping[str, Any]:
+        """See `SupportsEncoderCudaGraph`. Modalities without a chosen item are left out; images come before clips."""
+        request = self._parse(mm_kwargs)
+        chosen: dict[str, Any] = {}
+        for modality, declared in self.table.modalities.items():
+            numbers = [i for i in indices if request.entries[i].modality == modality]
+            if not numbers:
+                continue
+            first = next(i for i, item in enumerate(request.entries) if item.modality == modality)
+            for buffer, name in declared.data.items():
+                chosen[name] = torch.cat([self._slice(request, i, buffer) for i in numbers])
+            for name in declared.per_item:
+                values = request[name]
+                of = [i - first for i in numbers]
+                chosen[name] = values[of] if hasattr(values, "shape") else [values[i] for i in of]
+        return chosen
+
+    def _slice(self, request: _Request, index: int, buffer: str) -> torch.Tensor:
+        item = request.entries[index]
+        start, rows = item.starts[buffer], self._spec(item.key)[1][buffer]
+        data: torch.Tensor = request[self.table.modalities[item.modality].data[buffer]]
+        return data[start : start + rows]
+
+    def _slices(self, request: _Request, indices: Sequence[int], path: str) -> Slices:
+        """Rows of the items for each data buffer of a path; neighbours in one slice, items without rows left out."""
+        found: dict[str, list[torch.Tensor]] = {}
+        for buffer in self._data[path]:
+            runs: list[tuple[str, int, int]] = []
+            for index in indices:
+                item = request.entries[index]
+                name = self.table.modalities[item.modality].data.get(buffer)
+                if name is None:
+                    continue
+                start = item.starts[buffer]
+                stop = start + self._spec(item.key)[1][buffer]
+                if runs and runs[-1][0] == name and runs[-1][2] == start:
+                    runs[-1] = (name, runs[-1][1], stop)
+                elif stop > start:
+                    runs.append((name, start, stop))
+            found[buffer] = [request[name][start:stop] for name, start, stop in runs]
+        return found
+
+    # --- buffers -----------------------------------------------------------------------------------------------------
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str,
+        axis_keys: AxisKeys,
+    ) -> EncoderCudaGraphCaptureInputs:
+        """See `SupportsEncoderCudaGraph`."""
+        declared, most = self.table.paths[path], max(max_batch_size, max_frames_per_batch)
+        key = axis_keys[0] if self._axis else ALL_SEGMENTS
+        assert isinstance(key, int), "keys of the segment axis are numbers"
+        kept = self._shared.get(path)
+        buffers = GraphBuffers(
+            declared,
+            self._data[path],
+            tokens=token_budget,
+            segments=min(key, most) if key != ALL_SEGMENTS else most,
+            device=device,
+            dtype=dtype,
+            shared=None if kept is None else kept.rows,
+            layouts=self._layouts,
+        )
+        if kept is None or buffers.own_rows:
+            kept = self._shared[path] = _Kept(buffers.shared)
+        return EncoderCudaGraphCaptureInputs(buffers.values(), _State(buffers, kept), buffers.nbytes)
+
+    def fill_encoder_cudagraph_buffers(self, state: Any, mm_kwargs: Mapping[str, Any], indices: Sequence[int], path: str) -> bool:
+        """See `SupportsDirectFill`."""
+        request = self._parse(mm_kwargs)
+        keys = tuple([request.entries[i].key for i in indices if request.specs[i].tokens_on(path)])
+        buffers: GraphBuffers = state.buffers
+        return buffers.fill(keys, self._slices(request, indices, path), self._metadata, path)
+
+    def fill_encoder_cudagraph_trial(self, state: Any, path: str, tokens: int, kind: str | None, seed: int = 0) -> int:
+        """See `SupportsPaddingTrial`."""
+        buffers: GraphBuffers = state.buffers
+        declared = self.table.paths[path]
+        real = max(1, min(declared.rows(tokens), buffers.rows))
+        step = declared.spatial_merge_size**2
+        real = max(step, real // step * step)
+        generator = torch.Generator().manual_seed(seed)
+        buffers.fill_for_trial(real, buffers.segments, generator)
+        if kind is not None:
+            buffers.poison(kind, generator)
+        return real * declared.tokens_per_row // step
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: Mapping[str, Any], path: str, axis_keys: AxisKeys
+    ) -> EncoderCudaGraphReplayBuffers:
+        """See `SupportsEncoderCudaGraph`."""
+        values = self._exact(mm_kwargs, path)
+        return EncoderCudaGraphReplayBuffers({name: values[name] for name in self.table.paths[path].buffers})
+
+    def _exact(self, mm_kwargs: Mapping[str, Any], path: str) -> dict[str, Any]:
+        request = self._parse(mm_kwargs)
+        indices = range(len(request.entries))
+        keys = tuple([item.key for item, spec in zip(request.entries, request.specs, strict=True) if spec.tokens_on(path)])
+        slices = self._slices(request, indices, path)
+        return exact_values(self.table.paths[path], keys, slices, self._metadata, path, self.device, self.dtype)
+
+    # --- forwards and what comes after -------------------------------------------------------------------------------
+
+    def encoder_cudagraph_forward(self, values: Mapping[str, Any], path: str) -> torch.Tensor:
+        """See `SupportsEncoderCudaGraph`."""
+        return self.table.forward(path, values)
+
+    def encoder_eager_forward(self, mm_kwargs: Mapping[str, Any], path: str) -> torch.Tensor:
+        """See `SupportsEncoderCudaGraph`: the table's forward on exactly the rows of the batch, nothing padded."""
+        return self.table.forward(path, self._exact(mm_kwargs, path))
+
+    def postprocess_encoder_output(
+        self, outputs: Mapping[str, torch.Tensor | None], specs: Sequence[EncoderItemSpec], mm_kwargs: Mapping[str, Any]
+    ) -> Sequence[torch.Tensor]:
+        """See `SupportsEncoderCudaGraph`."""
+        request = self._parse(mm_kwargs)
+        return self.postprocess_encoder_items(outputs, specs, mm_kwargs, range(len(request.entries)))
+
+    def postprocess_encoder_items(
+        self,
+        outputs: Mapping[str, torch.Tensor | None],
+        specs: Sequence[EncoderItemSpec],
+        mm_kwargs: Mapping[str, Any],
+        indices: Sequence[int],
+    ) -> Sequence[torch.Tensor]:
+        """See `SupportsDirectFill`."""
+        request = self._parse(mm_kwargs)
+        parts: dict[str, Sequence[torch.Tensor | None]] = {}
+        for path, output in outputs.items():
+            sizes = [spec.tokens_on(path) for spec in specs]
+            if output is None:
+                parts[path] = [None] * len(specs)
+            else:
+                split = output.split(sizes)
+                parts[path] = [part if size else None for part, size in zip(split, sizes, strict=True)]
+        if type(self.table).assemble is EncoderTable.assemble and len(parts) == 1:
+            (only,) = parts.values()
+            return [part for part in only if part is not None]
+        return [
+            self.table.assemble(request.entries[index].key, {path: of[number] for path, of in parts.items()})
+            for number, index in enumerate(indices)
+        ]
+
+
+@dataclass(eq=False)
+class _Kept:
+    """Keeps shared data buffers for as long as a graph uses them."""
+
+    rows: SharedRows
+
+
+@dataclass(eq=False)
+class _State:
+    buffers: GraphBuffers
+    kept: object
+
+
+def _data_buffers(table: EncoderTable, path: str) -> tuple[str, ...]:
+    """The buffers of a path that hold data of a request."""
+    data = {buffer for modality in table.modalities.values() for buffer in modality.data}
+    unknown = data - {name for p in table.paths.values() for name in p.buffers}
+    if unknown:
+        raise ProtocolError(f"{sorted(unknown)} of the modalities are no buffers of any path.")
+    found = tuple(name for name in table.paths[path].buffers if name in data)
+    if not found:
+        raise ProtocolError(f"path {path!r} has no buffer that a modality fills.")
+    return found
+
+
+def _has_boundaries(buffers: Mapping[str, Buffer]) -> bool:
+    return any(buffer.role is Role.BOUNDARIES for buffer in buffers.values())
+
+
+def _by_path(value: int | Mapping[str, int], table: EncoderTable) -> dict[str, int]:
+    if isinstance(value, Mapping):
+        return {path: value.get(path, 0) for path in table.paths}
+    if len(table.paths) > 1:
+        raise ProtocolError(f"sizes of an item must be given by path ({', '.join(table.paths)}); there is only {value}.")
+    return {next(iter(table.paths), DEFAULT_PATH): value}
+
+
+def _check_metadata(name: str, buffer: Buffer, value: Any, rows: int) -> None:
+    """One item's metadata is what its buffer takes; a wrong offset would mix images without an error."""
+    if not isinstance(value, torch.Tensor) or not value.is_cpu or value.dim() == 0 or tuple(value.shape[1:]) != buffer.shape:
+        found = f"{list(value.shape)} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ProtocolError(
+            f"metadata {name!r} is {found}: expected a CPU tensor [entries, {', '.join(map(str, buffer.shape))}]."
+        )
+    if buffer.role is Role.BOUNDARIES:
+        lengths = value.diff()
+        if not len(value) or int(value[0]) != 0 or int(value[-1]) != rows or bool((lengths < 0).any()):
+            raise ProtocolError(f"metadata {name!r} is {value.tolist()}: boundaries do not decrease from 0 to the {rows} rows.")
+        if buffer.longest is not None and len(lengths) and int(lengths.max()) > buffer.longest:
+            raise ProtocolError(f"metadata {name!r} has a segment of {int(lengths.max())} rows; longest={buffer.longest}.")
+    elif buffer.role in (Role.ROWS, Role.INDEX):
+        if len(value) * buffer.rows_per_entry != rows:
+            raise ProtocolError(f"metadata {name!r} has {len(value)} entries: expected {rows} rows / {buffer.rows_per_entry}.")
+        if buffer.role is Role.INDEX and len(value) and not 0 <= int(value.min()) <= int(value.max()) < len(value):
+            raise ProtocolError(f"metadata {name!r} indexes outside of the item's {len(value)} entries.")
+
+
+__all__ = ["ALL_SEGMENTS", "ItemSize", "TableEncoder"]

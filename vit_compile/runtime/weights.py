@@ -1,0 +1,74 @@
+"""Noticing that the weights behind captured graphs were replaced: a graph reads the memory that it was recorded with."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def modules_of(model: Any) -> list[nn.Module]:
+    """The modules whose weights a model's graphs read: what it says (`encoder_modules()`), else those among its attributes."""
+    declared = getattr(model, "encoder_modules", None)
+    if callable(declared):
+        return list(declared())
+    if isinstance(model, nn.Module):
+        return [model]
+    return [value for value in vars(model).values() if isinstance(value, nn.Module)] if hasattr(model, "__dict__") else []
+
+
+class WeightWatch:
+    """What the modules consisted of when their graphs were recorded.
+
+    Replaced parameters, buffers and submodules are seen (LoRA merges, `load_state_dict(assign=True)`, `.to()`), and so is new
+    memory behind the same parameter. A change of values in place is none: the graphs read it. Costs tens of microseconds for a
+    tower of 27 layers; nothing on the device is touched.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._homes: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._values: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
+        self._modes: list[nn.Module] = []
+        self._sizes: list[tuple[dict[str, Any], int]] = []
+        for root in modules:
+            self._modes.append(root)
+            for module in root.modules():
+                for home in (module._parameters, module._buffers, module._modules):
+                    self._sizes.append((home, len(home)))
+                    for name, value in home.items():
+                        self._homes.append(home)
+                        self._names.append(name)
+                        self._values.append(value)
+                        if isinstance(value, torch.Tensor):
+                            self._tensors.append(value)
+        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
+
+    def changed(self) -> bool:
+        """Is any weight another object, or in other memory, than when this was made?"""
+        try:
+            same = all(map(operator.is_, map(operator.getitem, self._homes, self._names), self._values))
+        except KeyError:
+            return True
+        return (
+            not same
+            or any(len(home) != size for home, size in self._sizes)
+            or [tensor.data_ptr() for tensor in self._tensors] != self._pointers
+        )
+
+    def training(self) -> bool:
+        """Is one of the modules (not looking at their children) in train mode?"""
+        return any(module.training for module in self._modes)
+
+
+def train_mode(modules: Iterable[nn.Module]) -> str | None:
+    """The name of a module in train mode, children included; None where there is none."""
+    for root in modules:
+        for name, module in root.named_modules():
+            if module.training:
+                return name or type(root).__name__
+    return None
