@@ -86,6 +86,7 @@ class EncoderCudaGraphManager:
         self._paths = tuple(self.declaration.paths)
         self._watch: WeightWatch | None = None
         self._planner: Planner | None = None
+        self._uncaptured = Skip("not-captured", "capture() did not run since the manager was made or cleared")
         self._idle_planner = self._new_planner()
         self._parallel: DataParallel | None = None
         if group is not None:
@@ -114,9 +115,8 @@ class EncoderCudaGraphManager:
         modules = modules_of(self.model)
         training = train_mode(modules)
         if training is not None:
-            report_skip(
-                Skip("train-mode", f"{training} is in train mode; call eval() before capture()"), strict=self.config.strict
-            )
+            self._uncaptured = Skip("train-mode", f"{training} is in train mode; call eval() before capture()")
+            report_skip(self._uncaptured, strict=self.config.strict)
             return
         keys = self._reachable_keys()
         with torch.inference_mode(False), torch.no_grad():
@@ -130,7 +130,8 @@ class EncoderCudaGraphManager:
             eager: dict[str, EagerCost] = {}
             if self.config.packing == "cost":
                 self._set.time_graphs()
-                eager = self._time_eager()
+                if self._set.recorder is not None:  # elsewhere a replay saves nothing, so eager is no rival
+                    eager = self._time_eager()
         self._watch = WeightWatch(modules)
         self._planner = self._new_planner(eager)
         for key, graph in self._set.graphs.items():
@@ -289,7 +290,7 @@ class EncoderCudaGraphManager:
         if not self.config.enabled:
             return Skip("disabled", "EncoderConfig(enabled=False)")
         if self._planner is None or self._watch is None:
-            return Skip("not-captured", "capture() did not run since the manager was made or cleared")
+            return self._uncaptured
         if self._watch.training():
             return Skip("train-mode", "the encoder is in train mode")
         if self._watch.changed():
@@ -298,7 +299,7 @@ class EncoderCudaGraphManager:
             counters.add("recaptures")
             self._capture(progress=False)
             if self._planner is None:
-                return Skip("not-captured", "the weights were replaced, and the new ones could not be captured")
+                return self._uncaptured
         return None
 
     def _refuse_eager(self, plan: Sequence[PlannedBatch], reason: Skip | None) -> None:
