@@ -20,11 +20,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from bench_towers import build_qwen2_5_vl, build_qwen3_vl, cast_parameters
 from torch import nn
 
 import vit_compile
@@ -49,19 +51,11 @@ class Bench:
     """Every image size is a shape of its own: the peers compile each one statically, which is their best case."""
 
 
-def _cast_parameters(model: nn.Module, device: str, dtype: torch.dtype) -> Any:
-    """To the device; parameters only to `dtype`, since rotary tables lose too much in bfloat16."""
-    model = model.eval().to(device)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
-
-
 def _packed_bench(name: str, build: Callable[[str], nn.Module], grids: dict[str, Any], budgets: list[int], device: str) -> Bench:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
-    shipped = _cast_parameters(build("sdpa"), device, dtype)
-    tower = _cast_parameters(build("sdpa"), device, dtype)
+    shipped = cast_parameters(build("sdpa"), device, dtype)
+    tower = cast_parameters(build("sdpa"), device, dtype)
     tower.load_state_dict(shipped.state_dict())
     hf_attention.register()
     hf_attention.use_attention(tower)
@@ -85,53 +79,15 @@ def _packed_bench(name: str, build: Callable[[str], nn.Module], grids: dict[str,
 
 def qwen3_vl(device: str, small: bool) -> Bench:
     """The vision tower of Qwen3-VL-8B, random weights."""
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-    sizes: dict[str, Any] = {
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "out_hidden_size": 4096,
-    }
-    sizes |= {"deepstack_visual_indexes": [8, 16, 24]}
-    if small:
-        sizes = {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 48}
-        sizes |= {"deepstack_visual_indexes": [1]}
-
-    def build(attention: str) -> nn.Module:
-        config = Qwen3VLVisionConfig(patch_size=16, num_position_embeddings=2304, **sizes)
-        config._attn_implementation = attention
-        return Qwen3VLVisionModel(config)
-
     grids = {"1 x 224": [(1, 14, 14)], "1 x 448": [(1, 28, 28)], "1 x 1024": [(1, 64, 64)], "8 x 448": [(1, 28, 28)] * 8}
+    build = partial(build_qwen3_vl, small=small)
     return _packed_bench("Qwen3-VL-8B vision", build, grids, [64, 256, 1024, 1568], device)
 
 
 def qwen2_5_vl(device: str, small: bool) -> Bench:
     """The vision tower of Qwen2.5-VL-7B, random weights. 1024 pixels become 1036, a multiple of 28, as its processor does."""
-    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-
-    sizes: dict[str, Any] = {
-        "depth": 32,
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
-    }
-    sizes |= {"fullatt_block_indexes": [7, 15, 23, 31]}
-    if small:
-        sizes = {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 48}
-        sizes |= {"fullatt_block_indexes": [1]}
-
-    def build(attention: str) -> nn.Module:
-        config = Qwen2_5_VLVisionConfig(patch_size=14, window_size=112, **sizes)
-        config._attn_implementation = attention
-        return Qwen2_5_VisionTransformerPretrainedModel(config)
-
     grids = {"1 x 224": [(1, 16, 16)], "1 x 448": [(1, 32, 32)], "1 x 1024": [(1, 74, 74)], "8 x 448": [(1, 32, 32)] * 8}
+    build = partial(build_qwen2_5_vl, small=small)
     return _packed_bench("Qwen2.5-VL-7B vision", build, grids, [64, 256, 1408, 2048], device)
 
 
@@ -149,7 +105,7 @@ def dinov2(device: str, small: bool, weights: str | None) -> Bench:
         from safetensors.torch import load_file
 
         model.load_state_dict({key: value.float() for key, value in load_file(weights).items()})
-    model = _cast_parameters(model, device, dtype)
+    model = cast_parameters(model, device, dtype)
     cases = {}
     for label, images, side in (("1 x 224", 1, 224), ("1 x 448", 1, 448), ("1 x 1024", 1, 1022), ("8 x 448", 8, 448)):
         pixels = torch.randn(images, 3, side, side, generator=torch.Generator().manual_seed(side)).to(device, dtype)

@@ -47,6 +47,7 @@ __all__ = [
     "mark_dynamic",
     "noting_generated_files",
     "on_bytecode",
+    "quiet_constraints",
     "running_fake",
     "size_hint",
     "symbolic_ints",
@@ -168,21 +169,37 @@ def value_ranges(mode: FakeTensorMode) -> Mapping[sympy.Symbol, Any]:
     return {} if env is None else env.var_to_range
 
 
-def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Ask Dynamo for a symbolic size where the model allows one (`torch._dynamo.maybe_mark_dynamic`)."""
-    maybe_mark_dynamic(tensor, dim)
+def mark_dynamic(tensor: torch.Tensor, dim: int, *, strict: bool = False) -> None:
+    """Ask Dynamo for a symbolic size where the model allows one (`torch._dynamo.maybe_mark_dynamic`).
+
+    `strict`: a trace with another size than a symbol does not serve this tensor, and a model that allows none is an error.
+    """
+    (torch._dynamo.mark_dynamic if strict else maybe_mark_dynamic)(tensor, dim)
+
+
+@contextmanager
+def _quieter(name: str, level: int) -> Iterator[None]:
+    log = logging.getLogger(name)
+    before = log.level
+    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 @contextmanager
 def _quiet_artifacts() -> Iterator[None]:
     """Silence the warning about a piece that gives no cache artefact (a lone convolution): it runs all the same."""
-    log = logging.getLogger("torch._inductor.standalone_compile")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
+    with _quieter("torch._inductor.standalone_compile", logging.ERROR):
         yield
-    finally:
-        log.setLevel(before)
+
+
+@contextmanager
+def quiet_constraints() -> Iterator[None]:
+    """Silence what Dynamo logs beside the error that a dimension which was asked to be symbolic is not."""
+    with _quieter("torch._guards", logging.CRITICAL):
+        yield
 
 
 def compile_inductor_piece(gm: fx.GraphModule, args: Sequence[Any], *, static: bool) -> Callable[..., Any]:

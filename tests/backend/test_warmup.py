@@ -292,3 +292,25 @@ def test_a_model_in_train_mode_does_not_learn_from_the_example() -> None:
     with pytest.raises(WarmupError, match="eval"):
         vit_compile.warmup(compiled(model, token_budgets=[8]), torch.randn(8, 4), progress=False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_warmup_after_a_call_of_the_same_size_captures_every_budget() -> None:
+    """An earlier call leaves a static trace that would serve the example: the budgets are captured all the same."""
+    tower = towers.norm_view_tower(depth=2, channels=16, heads=2).eval()
+    ours = compiled(tower, token_budgets=[16, 32])
+    call(ours, *packed([20], make=wide_rows, bound=256))
+    report = warmup(ours, *packed([20], make=wide_rows, bound=256), progress=False)
+    assert {"full 16 rows", "full 32 rows"} <= set(report.captures)
+    with counters.expect(captures=0, padded_replays=1, skips={}):
+        args = packed([9, 4], make=wide_rows, bound=256)
+        assert largest_difference(call(ours, *args), call(tower, *args)) <= 1e-5
+
+
+def test_a_warmup_of_a_model_that_fixes_its_size_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    """Where no other size is possible, the static trace has to do, and nothing is printed about the attempt."""
+    model = nn.Sequential(nn.Linear(12, 4), nn.Flatten(0), nn.Linear(80, 3))
+    ours = compiled(model, token_budgets=[16, 32])
+    call(ours, wide_rows(20))
+    capfd.readouterr()
+    assert warmup(ours, wide_rows(20), progress=False).captures
+    assert capfd.readouterr().err == ""

@@ -1,24 +1,28 @@
-"""What the ranks of a data-parallel group do in tests: one process runs every case, so that torch is imported once.
+"""What the ranks of a data-parallel group do in tests: one process runs every case, since starting one takes long.
 
-A case is a function of `Ranks` that all ranks run in step, for any number of ranks, and that asserts on each. `run` is the
-process; the first failed case ends it with the case's name. CPU and GPU tests share both.
+A case is a function of `Ranks` that all ranks run in step, for any number of ranks, and that asserts on each. `start`
+runs them; the first failed case ends it with the case's name. CPU and GPU tests share both.
 
 Shapes: T tokens, W width.
 """
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 
 from vit_compile.errors import OptionError, ParallelError, ProtocolError
 from vit_compile.planning.balance import longest_first
@@ -335,6 +339,32 @@ def ranks_out_of_step(ranks: Ranks) -> None:
     ranks.check(ranks.parallel(), [5, 5])
 
 
+# --- cases: GPUs -------------------------------------------------------------------------------------------------------
+
+
+def no_wait_for_the_device(ranks: Ranks) -> None:
+    """Where the group has a backend for the CPU, and NCCL for the features, a call never waits for the device."""
+    if "cpu" not in (backends := dist.get_backend_config(ranks.group)) or "nccl" not in backends:
+        return
+    parallel = ranks.parallel(torch.bfloat16)
+    sizes = [4, 2, 3, 1]
+    wanted = [ranks.features(index, size, torch.bfloat16) for index, size in enumerate(sizes)]
+    ranks.check(parallel, sizes, torch.bfloat16)  # NCCL sets itself up in the first call
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = parallel.execute(sizes, lambda indices: [wanted[index] for index in indices])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_same_bits(result, wanted)
+
+
+def device_without_a_number(ranks: Ranks) -> None:
+    """The device "cuda" is the current one."""
+    parallel = DataParallel(ranks.group, device=torch.device("cuda"), dtype=torch.float32, width=WIDTH)
+    ranks.check(parallel, [2, 1, 3])
+
+
 ANY_WORLD = (equals_plain_computation, one_item, input_order, own_memory)
 """Cases for one rank too."""
 
@@ -354,22 +384,37 @@ TOGETHER = (
 )
 """Cases for two ranks or more."""
 
+ON_CUDA = (no_wait_for_the_device, device_without_a_number)
+"""Further cases, for GPUs."""
 
-def run(rank: int, world: int, store: str, backend: str, device_type: str, cases: Sequence[Callable[[Ranks], None]]) -> None:
-    """One rank's process: joins the group and runs the cases."""
+
+def start(world: int, folder: Path, backend: str = "gloo", device_type: str = "cpu") -> None:
+    """Run every case of `TOGETHER` on this number of processes; raises with the case that failed and its traceback.
+
+    On the CPU they are forked off a server that imports torch once. With CUDA each starts afresh.
+    """
+    multiprocessing.set_forkserver_preload(["torch", __name__])
+    arguments = (world, str(folder / "store"), backend, device_type)
+    start_processes(_run, arguments, nprocs=world, start_method="spawn" if device_type == "cuda" else "forkserver")
+
+
+def _run(rank: int, world: int, store: str, backend: str, device_type: str) -> None:
+    """One rank's process."""
     torch.set_num_threads(1)
-    device = torch.device("cpu")
     if device_type == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT)
-    group = dist.group.WORLD
-    assert group is not None
-    ranks = Ranks(rank, world, group, device)
-    for case in cases:
+    _run_cases(rank, world, torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type))
+    dist.barrier()  # a rank that leaves early would break the others' last call
+    dist.destroy_process_group()
+    gc.collect()  # Gloo's threads must end before the interpreter does, and caught errors keep groups alive
+
+
+def _run_cases(rank: int, world: int, device: torch.device) -> None:
+    assert dist.group.WORLD is not None
+    ranks = Ranks(rank, world, dist.group.WORLD, device)
+    for case in TOGETHER if device.type == "cpu" else (*TOGETHER, *ON_CUDA):
         try:
             case(ranks)
         except BaseException as error:
             raise AssertionError(f"{case.__name__} failed on rank {rank} of {world}") from error
-    dist.barrier()  # a rank that leaves early would break the others' last call
-    dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Data parallel on CPU processes over Gloo; the cases are in `parallel_workers.py`.
 
-Starting a process costs seconds, so each number of ranks is one test that runs every case. One rank runs in this process.
+Processes are dear, so each number of ranks is one test that runs every case. One rank runs in this process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from tests.runtime import parallel_workers
 from tests.runtime.parallel_workers import WIDTH, Broken, Ranks
@@ -38,8 +37,7 @@ def no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks(world: int, tmp_path: Path) -> None:
     """Every case of `parallel_workers.TOGETHER` holds for this number of ranks; the error names the case that does not."""
-    arguments = (world, str(tmp_path / "store"), "gloo", "cpu", parallel_workers.TOGETHER)
-    spawn(parallel_workers.run, args=arguments, nprocs=world)
+    parallel_workers.start(world, tmp_path)
 
 
 @pytest.mark.parametrize("case", parallel_workers.ANY_WORLD, ids=lambda case: case.__name__)

@@ -203,10 +203,11 @@ def test_paths(
     assert ladders == Ladders({"main": main, "own": own, "empty": may_be_empty}, max_items=items, max_frames=0)
 
 
-def test_the_common_ladder_may_have_a_zero_too() -> None:
-    """A path without a minimum that may be empty has the common ladder and a 0, which does not bring items down to 0."""
-    ladders = resolve(EncoderConfig(), declare(paths={"tiles": EncoderPathConfig(allow_zero_tokens=True)}), (64, 256))
-    assert ladders == Ladders({"tiles": (0, 64, 128, 256)}, max_items=4, max_frames=0)
+@pytest.mark.parametrize(("low", "ladder", "items"), [(64, (0, 64, 128, 256), 4), (4, (0, 4, 8, 16, 32, 64, 128, 256), 4)])
+def test_the_common_ladder_may_have_a_zero_too(low: int, ladder: tuple[int, ...], items: int) -> None:
+    """A path without a minimum that may be empty has the common ladder and a 0; items follow the ladder as ever, not the 0."""
+    ladders = resolve(EncoderConfig(), declare(paths={"tiles": EncoderPathConfig(allow_zero_tokens=True)}), (low, 256))
+    assert ladders == Ladders({"tiles": ladder}, max_items=items, max_frames=0)
 
 
 def test_inferred_items_follow_the_smallest_path() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 import weakref
@@ -150,10 +151,10 @@ def test_registering_and_taking_out() -> None:
     with pytest.raises(ValueError, match="vit_compile_encoder_items"):
         EncoderMetricsCollector({}).register(registries[0])
     collector.unregister()
-    collector.unregister()
     for registry in registries:
         assert prometheus_client.generate_latest(registry) == b""
         EncoderMetricsCollector({}).register(registry)
+    collector.unregister()
 
 
 def test_the_default_registry() -> None:
@@ -176,7 +177,9 @@ def test_scraping_while_traffic_runs() -> None:
 
     def traffic() -> None:
         try:
-            for round_ in range(400):
+            for round_ in itertools.count():
+                if done.is_set():
+                    return
                 budget = 64 + round_ % 50
                 manager.statistics.captured("main", budget, (), nbytes=1, seconds=0.0)
                 manager.statistics.replay("main", budget, (), items=1, tokens=1)
@@ -185,24 +188,24 @@ def test_scraping_while_traffic_runs() -> None:
                     manager.statistics.cleared()
         except BaseException as error:
             failures.append(error)
-        finally:
-            done.set()
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=traffic)
+    thread.start()
     try:
-        thread = threading.Thread(target=traffic)
-        thread.start()
         before = 0.0
-        while not done.is_set():
+        for _ in range(50):
             samples = scraped({"vision": manager})
             hits = samples['vit_compile_encoder_graph_hits_total{encoder="vision"}']
             replayed = samples['vit_compile_encoder_tokens_total{encoder="vision",kind="replayed"}']
             assert hits == replayed >= before
             before = hits
-        thread.join()
     finally:
+        done.set()
+        thread.join()
         sys.setswitchinterval(interval)
+    assert before > 0
     assert failures == []
 
 

@@ -2,6 +2,7 @@
 
 `packed_table`: patches end to end, attention within each frame, positions as metadata, merge 2, images and clips.
 `tiled_table`: two paths (a thumbnail and tiles, which may be missing), assembled like DeepSeek-OCR with newlines and a separator.
+`twin_table`: two paths, every role of buffer (windows over shuffled blocks, a scale for each frame), and a segment axis.
 `HandWritten`: the contract written out, with a capture axis over row widths and buffers that the manager fills.
 
 Shapes: T patches, C channels, W width of features.
@@ -226,6 +227,165 @@ def tiled_reference(table: TiledTable, request: Mapping[str, Any]) -> list[torch
             lines += [tower(request["images_crop"][start : start + columns], "local"), tower.newline[None]]
             start += columns
         found.append(torch.cat([*lines, thumbnail, tower.separator[None]]) if rows * columns else thumbnail)
+    return found
+
+
+# --- two paths, windows and a segment axis ---------------------------------------------------------------------------
+
+WINDOW, TAGS, TAG_TOKENS = 8, 5, 2
+TwinKey = tuple[int, int, int, int]
+
+
+class TwinTower(nn.Module):
+    """Path "fine": patches [T,C] in blocks of 4, attention in windows over shuffled blocks, then within frames; merged by 4.
+
+    Path "coarse": tags [N,5] to 2 tokens each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(CHANNELS, WIDTH)
+        self.qkv = nn.ModuleList([nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2)])
+        self.merge = nn.Linear(4 * WIDTH, WIDTH)
+        self.tag = nn.Linear(TAGS, TAG_TOKENS * WIDTH)
+
+    def forward(
+        self,
+        pixels: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        frame_scale: torch.Tensor,
+        order: torch.Tensor,
+        back: torch.Tensor,
+        cu_windows: torch.Tensor,
+        max_window: int,
+    ) -> torch.Tensor:
+        frame = torch.searchsorted(cu_seqlens[1:], torch.arange(len(pixels), device=pixels.device), right=True)
+        x = self.embed(pixels) * frame_scale[frame][:, None]
+        x = x.view(-1, 4, WIDTH)[order].view(-1, WIDTH)
+        x = x + self.attend(0, x, cu_windows, max_window)
+        x = x.view(-1, 4, WIDTH)[back].view(-1, WIDTH)
+        x = x + self.attend(1, x, cu_seqlens, max_seqlen)
+        return self.merge(x.view(-1, 4 * WIDTH))
+
+    def attend(self, layer: int, x: torch.Tensor, boundaries: torch.Tensor, longest: int) -> torch.Tensor:
+        q, k, v = self.qkv[layer](x).view(-1, 3, HEADS, WIDTH // HEADS).unbind(1)
+        return varlen_attention(q, k, v, boundaries, longest, 0.7).flatten(1)
+
+    def alone(self, pixels: torch.Tensor, frames: int) -> torch.Tensor:
+        """One item's fine tokens by itself, in plain torch: the reference."""
+        found = []
+        for number, one in enumerate(pixels.chunk(frames)):
+            blocks = (self.embed(one) / (number + 1)).view(-1, 4, WIDTH).flip(0)
+            x = torch.cat([part + self.mix(0, part) for part in blocks.reshape(-1, WIDTH).split(WINDOW)])
+            x = x.view(-1, 4, WIDTH).flip(0).reshape(-1, WIDTH)
+            found.append(self.merge((x + self.mix(1, x)).view(-1, 4 * WIDTH)))
+        return torch.cat(found)
+
+    def mix(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """Attention of everything to everything."""
+        q, k, v = (part.view(-1, HEADS, WIDTH // HEADS).transpose(0, 1) for part in self.qkv[layer](x).chunk(3, dim=-1))
+        return ((q @ k.transpose(-1, -2) * 0.7).softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+
+class TwinTable(EncoderTable):
+    """`TwinTower` as a table, with every role: the key of an item is (t, h, w, tags), with 0 tags for none."""
+
+    def __init__(self, tower: TwinTower, token_range: tuple[int, int] = (4, 32), **kwargs: Any) -> None:
+        self.tower = tower
+        super().__init__(
+            modalities={"image": Modality(data={"pixels": "pixel_values", "tags": "tag_values"}, per_item=("grids", "tags"))},
+            paths={
+                "fine": TablePath(
+                    buffers={
+                        "pixels": Buffer(role=Role.ROWS, shape=(CHANNELS,)),
+                        "cu_seqlens": Buffer(role=Role.BOUNDARIES, dtype=torch.int32, bound="max_seqlen"),
+                        "frame_scale": Buffer(role=Role.PER_SEGMENT, pad=1),
+                        "order": Buffer(role=Role.INDEX, dtype=torch.int64, rows_per_entry=4),
+                        "back": Buffer(role=Role.INDEX, dtype=torch.int64, rows_per_entry=4),
+                        "cu_windows": Buffer(
+                            role=Role.BOUNDARIES,
+                            dtype=torch.int32,
+                            bound="max_window",
+                            longest=WINDOW,
+                            capacity=lambda rows, segments: rows // WINDOW + segments,
+                        ),
+                    },
+                    spatial_merge_size=2,
+                ),
+                "coarse": TablePath(
+                    buffers={"tags": Buffer(role=Role.ROWS, shape=(TAGS,))},
+                    tokens_per_row=TAG_TOKENS,
+                    min_token_budget=TAG_TOKENS,
+                    allow_zero_tokens=True,
+                ),
+            },
+            out_hidden_size=WIDTH,
+            token_range=token_range,
+            **{"segment_capacities": (1, 3), **kwargs},
+        )
+
+    def item_keys(self, modality: str, inputs: Mapping[str, Any]) -> Sequence[Hashable]:
+        tags = host_rows("tags", inputs["tags"], 1)
+        return [(*grid, *tag) for grid, tag in zip(host_grids("grids", inputs["grids"], spatial_merge_size=2), tags, strict=True)]
+
+    def item_size(self, key: Any) -> ItemSize:
+        t, h, w, tags = key
+        patches = t * h * w
+        return ItemSize(
+            rows={"fine": patches, "coarse": tags}, tokens={"fine": patches // 4, "coarse": tags * TAG_TOKENS}, frames=t
+        )
+
+    def item_metadata(self, key: Any, path: str) -> Mapping[str, torch.Tensor]:
+        t, h, w, _ = key
+        frame = h * w
+        order = torch.cat([torch.arange(frame // 4).flip(0) + number * frame // 4 for number in range(t)])
+        windows = [number * frame + end for number in range(t) for end in (*range(WINDOW, frame, WINDOW), frame)]
+        return {
+            "cu_seqlens": torch.arange(t + 1, dtype=torch.int32) * frame,
+            "frame_scale": 1 / torch.arange(1, t + 1),
+            "order": order,
+            "back": order.argsort(),
+            "cu_windows": torch.tensor([0, *windows], dtype=torch.int32),
+        }
+
+    def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
+        features: torch.Tensor = (
+            self.tower(**values) if path == "fine" else torch.tanh(self.tower.tag(values["tags"])).view(-1, WIDTH)
+        )
+        return features
+
+    def assemble(self, key: Any, outputs: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+        fine, coarse = outputs["fine"], outputs["coarse"]
+        assert fine is not None
+        return fine if coarse is None else torch.cat([coarse, fine])
+
+
+def twin_table(**kwargs: Any) -> TwinTable:
+    """A seeded one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return TwinTable(TwinTower().eval(), **kwargs)
+
+
+def twin_request(keys: Sequence[TwinKey], seed: int = 0) -> dict[str, Any]:
+    """A request with these items."""
+    return {
+        "pixel_values": seeded(sum(t * h * w for t, h, w, _ in keys), CHANNELS, seed=seed),
+        "tag_values": seeded(sum(key[3] for key in keys), TAGS, seed=seed + 1),
+        "grids": [key[:3] for key in keys],
+        "tags": [key[3:] for key in keys],
+    }
+
+
+@torch.no_grad()
+def twin_reference(table: TwinTable, request: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Every item alone."""
+    found, tower = [], table.tower
+    pixels = request["pixel_values"].split([t * h * w for t, h, w in request["grids"]])
+    tags = request["tag_values"].split([count for (count,) in request["tags"]])
+    for (t, _, _), patches, own in zip(request["grids"], pixels, tags, strict=True):
+        found.append(torch.cat([torch.tanh(tower.tag(own)).view(-1, WIDTH), tower.alone(patches, t)]))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +55,14 @@ def warmup(compiled: Callable[..., Any], *example_args: Any, progress: bool = Tr
         if _traced_for_one(calls):
             # torch.compile treats a size of 1 as a constant: two of the same give a graph for any number.
             calls += _listen(compiled, _symbolic(_doubled(example_args)), _symbolic(_doubled(example_kwargs)))
-        elif _needs_one(calls):
-            calls += _listen(compiled, _first(example_args, calls), _first(example_kwargs, calls))
+        else:
+            if _traced_for_this_size(calls):
+                # An earlier call of this size left a static trace, which serves it for ever. A model that allows no other
+                # size raises here, and the trace that there is has to do.
+                with suppress(Exception), compat.quiet_constraints():
+                    calls += _listen(compiled, _symbolic(example_args, strict=True), _symbolic(example_kwargs, strict=True))
+            if _needs_one(calls):
+                calls += _listen(compiled, _first(example_args, calls), _first(example_kwargs, calls))
         if not calls:
             raise WarmupError(
                 "the call ran no graph that can be captured. Either it was not compiled with backend='vit_cudagraph', or every "
@@ -151,6 +157,14 @@ def _traced_for_one(calls: Sequence[tuple[Runnable, list[Any], Env]]) -> bool:
     )
 
 
+def _traced_for_this_size(calls: Sequence[tuple[Runnable, list[Any], Env]]) -> bool:
+    """Are there budgets, and a trace of a packed tower for one number of rows only?"""
+    return any(
+        runnable.roles.row_symbol < 0 and runnable.roles.static_rows > 1 and len(runnable.options.budget_rows()) > 0
+        for runnable, _, _ in calls
+    )
+
+
 def _needs_one(calls: Sequence[tuple[Runnable, list[Any], Env]]) -> bool:
     """Is there a budget of one image, which the traces for several cannot serve?"""
     return any(
@@ -179,14 +193,14 @@ def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
-def _symbolic(value: Any) -> Any:
+def _symbolic(value: Any, *, strict: bool = False) -> Any:
     """The same arguments with the dimension that may hold rows marked dynamic on aliases of the tensors."""
 
     def mark(tensor: torch.Tensor) -> torch.Tensor:
         alias = tensor.detach()
         dim = 1 if tensor.dim() == 3 and tensor.shape[0] == 1 else 0
         if tensor.dim() > dim and tensor.shape[dim] > 1:
-            compat.mark_dynamic(alias, dim)
+            compat.mark_dynamic(alias, dim, strict=strict)
         return alias
 
     return _map(value, mark)

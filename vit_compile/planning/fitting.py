@@ -33,8 +33,8 @@ def fit(
 ) -> tuple[int, ...]:
     """The ladder of at most `max_graphs` budgets that costs least on a histogram.
 
-    Minimises the sum of weight x cost(smallest budget that holds the tokens), exactly. Among equally good ladders it is one
-    of the shortest.
+    Minimises the sum of weight x cost(smallest budget that holds the tokens), exactly but for the rounding of floats. Among
+    equally good ladders it is one of the shortest. 1300 distinct sizes and 12 graphs take a few hundredths of a second.
 
     Only the token counts themselves, rounded up to `multiple_of`, need to be tried as budgets. Take any ladder and lower each
     budget to the largest rounded count among the entries that it serves; drop a budget that serves none. Every entry still

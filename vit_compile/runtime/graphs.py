@@ -10,13 +10,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from vit_compile.backend.cuda import Recorder, check_recorded, reserved_bytes, unowned
 from vit_compile.backend.proof import bits_equal
-from vit_compile.backend.recording import record
+from vit_compile.backend.recording import record, trial
 from vit_compile.errors import ProtocolError
 from vit_compile.runtime.capture_inputs import EncoderCudaGraphCaptureInputs
 from vit_compile.runtime.graph_config import AxisKeys
@@ -25,6 +26,8 @@ from vit_compile.stats import Skip, counters
 
 WARMUP_RUNS = 2
 TIMED_RUNS = 5
+MAX_REBUILDS = 4
+"""Times that the held graphs are recorded again because a further one was too large; then no further one is tried."""
 Forward = Callable[[Mapping[str, Any], str], torch.Tensor]
 
 
@@ -119,27 +122,34 @@ class GraphSet:
         verify: bool,
     ) -> None:
         """Record the graphs for these keys, in this order. What cannot be, or may not be, goes to `skips` with the reason."""
-        oversized = False
+        rebuilds = 0
         for key in keys:
-            made = self._no_room(max_graphs, max_graph_bytes) or self._one(key, make_inputs, verify=verify)
+            made = self._no_room(max_graphs, max_graph_bytes)
+            if made is None and rebuilds > MAX_REBUILDS:
+                made = Skip("max-graph-bytes", f"{key}: nothing larger than {self.nbytes} bytes fits; not tried")
+            made = made or self._one(key, make_inputs, verify=verify)
             if isinstance(made, EncoderGraph) and max_graph_bytes is not None and self.nbytes + made.nbytes > max_graph_bytes:
-                oversized = True
                 made = Skip("max-graph-bytes", f"{key} would take {made.nbytes} bytes; max_graph_bytes={max_graph_bytes}")
+                rebuilds += bool(self.graphs)
+                self._move_to_a_new_pool(make_inputs)
             if isinstance(made, Skip):
                 self.skips[key] = made
             else:
                 self.graphs[key] = made
                 counters.add("captures")
-        if oversized and self.recorder is not None:
-            # A refused graph's memory stays in the pool until the pool goes, so the others move to a new one.
-            kept = list(self.graphs)
-            self.drop()
-            for key in kept:
-                made = self._one(key, make_inputs, verify=False)
-                if isinstance(made, Skip):
-                    self.skips[key] = made
-                else:
-                    self.graphs[key] = made
+
+    def _move_to_a_new_pool(self, make_inputs: Callable[[GraphKey], EncoderCudaGraphCaptureInputs]) -> None:
+        """Give back a refused graph's memory: it stays in the pool until the pool goes, so all others are recorded again."""
+        kept = list(self.graphs)
+        self.drop()
+        if self.recorder is not None:
+            torch.cuda.empty_cache()
+        for key in kept:
+            again = self._one(key, make_inputs, verify=False)
+            if isinstance(again, Skip):
+                self.skips[key] = again
+            else:
+                self.graphs[key] = again
 
     def _no_room(self, max_graphs: int, max_graph_bytes: int | None) -> Skip | None:
         if len(self.graphs) >= max_graphs:
@@ -156,7 +166,7 @@ class GraphSet:
 
         made = record(make, (), str(key))
         if isinstance(made, EncoderGraph) and verify and isinstance(self._model, SupportsPaddingTrial):
-            unsafe = self._try_padding(self._model, made)
+            unsafe = trial(partial(self._try_padding, self._model, made))
             return made if unsafe is None else unsafe
         return made
 
@@ -167,12 +177,14 @@ class GraphSet:
         tokens = max(1, key.token_budget // 2)
         real = model.fill_encoder_cudagraph_trial(state, key.path, tokens, None)
         want = graph.replay()[:real].clone()
-        for kind in ("small", "large"):
-            model.fill_encoder_cudagraph_trial(state, key.path, tokens, kind)
-            same = bits_equal(graph.replay()[:real], want)
-            if not same:
-                break
-        model.fill_encoder_cudagraph_trial(state, key.path, tokens, None)
+        try:
+            for kind in ("small", "large"):
+                model.fill_encoder_cudagraph_trial(state, key.path, tokens, kind)
+                same = bits_equal(graph.replay()[:real], want)
+                if not same:
+                    break
+        finally:
+            model.fill_encoder_cudagraph_trial(state, key.path, tokens, None)
         if self.recorder is not None:
             self.recorder.after_replay()
         return None if same else Skip("padding-unsafe", f"{key}: {kind} garbage in the padding changed real rows")

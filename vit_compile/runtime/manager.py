@@ -42,6 +42,8 @@ from vit_compile.runtime.table_encoder import TableEncoder
 from vit_compile.runtime.weights import WeightWatch, modules_of, train_mode
 from vit_compile.stats import SKIP_CODES, Skip, counters, report_skip
 
+NOT_CAPTURED = Skip("not-captured", "capture() did not run since the manager was made or cleared")
+
 
 class EncoderCudaGraphManager:
     """Captures a vision encoder at its token budgets and serves requests from the graphs.
@@ -86,7 +88,7 @@ class EncoderCudaGraphManager:
         self._paths = tuple(self.declaration.paths)
         self._watch: WeightWatch | None = None
         self._planner: Planner | None = None
-        self._uncaptured = Skip("not-captured", "capture() did not run since the manager was made or cleared")
+        self._uncaptured = NOT_CAPTURED
         self._idle_planner = self._new_planner()
         self._parallel: DataParallel | None = None
         if group is not None:
@@ -119,19 +121,24 @@ class EncoderCudaGraphManager:
             report_skip(self._uncaptured, strict=self.config.strict)
             return
         keys = self._reachable_keys()
-        with torch.inference_mode(False), torch.no_grad():
-            self._set.capture(
-                _tracked(keys, progress),
-                self._make_inputs,
-                max_graphs=self.config.max_graphs,
-                max_graph_bytes=self.config.max_graph_bytes,
-                verify=self.config.verify,
-            )
-            eager: dict[str, EagerCost] = {}
-            if self.config.packing == "cost":
-                self._set.time_graphs()
-                if self._set.recorder is not None:  # elsewhere a replay saves nothing, so eager is no rival
-                    eager = self._time_eager()
+        eager: dict[str, EagerCost] = {}
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._set.capture(
+                    _tracked(keys, progress),
+                    self._make_inputs,
+                    max_graphs=self.config.max_graphs,
+                    max_graph_bytes=self.config.max_graph_bytes,
+                    verify=self.config.verify,
+                )
+                if self.config.packing == "cost":
+                    self._set.time_graphs()
+                    if self._set.recorder is not None:  # elsewhere a replay saves nothing, so eager is no rival
+                        eager = self._time_eager()
+        except BaseException:
+            self._set.drop()
+            self._set.skips.clear()
+            raise
         self._watch = WeightWatch(modules)
         self._planner = self._new_planner(eager)
         for key, graph in self._set.graphs.items():
@@ -207,7 +214,7 @@ class EncoderCudaGraphManager:
                 self._set.skips.clear()
                 if self._set.recorder is not None:
                     torch.cuda.empty_cache()
-            self._planner, self._watch = None, None
+            self._planner, self._watch, self._uncaptured = None, None, NOT_CAPTURED
             self._idle_planner = self._new_planner()
             self._statistics.cleared()
 
@@ -291,9 +298,10 @@ class EncoderCudaGraphManager:
             return Skip("disabled", "EncoderConfig(enabled=False)")
         if self._planner is None or self._watch is None:
             return self._uncaptured
-        if self._watch.training():
+        modules = modules_of(self.model)
+        if any(module.training for module in modules):  # not looking at their children: that would cost microseconds
             return Skip("train-mode", "the encoder is in train mode")
-        if self._watch.changed():
+        if self._watch.changed(modules):
             self.clear()
             self._statistics.recaptured()
             counters.add("recaptures")

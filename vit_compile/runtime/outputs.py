@@ -18,7 +18,7 @@ def owned(features: Sequence[torch.Tensor], graph_outputs: Sequence[torch.Tensor
     storages = [feature.untyped_storage().data_ptr() for feature in features]
     shared = {output.untyped_storage().data_ptr() for output in graph_outputs}
     shared.update(storage for storage, count in Counter(storages).items() if count > 1)
-    if all(storage in shared for storage in storages) and _are_rows_of_one(features):
+    if len(set(storages)) == 1 and storages[0] in shared and _are_rows_of_one(features):
         # One kernel instead of one for each.
         whole = features[0].as_strided((sum(len(f) for f in features), features[0].shape[1]), features[0].stride())
         pieces: Sequence[torch.Tensor] = torch.ops.aten.split_with_sizes_copy(whole, [len(feature) for feature in features])

@@ -28,7 +28,8 @@ class PlannedBatch:
     """Items that run together, and how on each path."""
 
     indices: tuple[int, ...]
-    """Positions among the specs that were planned."""
+    """Positions among the specs that were planned, ascending: so that neighbours lie together, and a request that keeps its
+    modalities apart has the same order."""
     choices: tuple[Choice, ...]
     tokens: tuple[int, ...]
     """Output tokens on each path."""
@@ -107,14 +108,15 @@ class Planner:
         return sum(prices.batch(b.indices, b.tokens, sum(specs[i].frames for i in b.indices))[0] for b in plan)
 
     def _planned(self, specs: Sequence[EncoderItemSpec], items: Sequence[packing.Item], batch: packing.Batch) -> PlannedBatch:
-        members = [specs[index] for index in batch.indices]
+        indices = tuple(sorted(batch.indices))
+        members = [specs[index] for index in indices]
         frames = sum(member.frames for member in members)
-        tokens = tuple([sum(items[index].tokens[number] for index in batch.indices) for number in range(len(self._paths))])
+        tokens = tuple([sum(items[index].tokens[number] for index in indices) for number in range(len(self._paths))])
         choices = [
             self._choice(path, members, total, frames, wanted)
             for path, total, wanted in zip(self._paths, tokens, batch.budgets, strict=True)
         ]
-        return PlannedBatch(batch.indices, tuple(choices), tokens)
+        return PlannedBatch(indices, tuple(choices), tokens)
 
     def _choice(self, path: str, members: Sequence[EncoderItemSpec], tokens: int, frames: int, wanted: int | None) -> Choice:
         if tokens == 0:

@@ -169,6 +169,9 @@ class GraphBuffers:
     def fill_for_trial(self, real: int, segments: int, generator: torch.Generator) -> None:
         """Made-up data: `real` rows of random numbers in so many equal segments, neutral metadata, clean padding."""
         self.held = None
+        for buffer in (*self.shared.buffers.values(), *self.metadata.values()):
+            # Behind the data may be the garbage of a trial before, and what `fill` wrote past the buffer.
+            buffer.dirty = -1
         for buffer in self.shared.buffers.values():
             shape = (real, *buffer.tensor.shape[1:])
             buffer.fill(_random(shape, buffer.tensor.dtype, generator).to(self.device))

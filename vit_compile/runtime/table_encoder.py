@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from vit_compile.runtime.table_buffers import GraphBuffers, Layouts, SharedRows,
 ALL_SEGMENTS = 0
 """The key of the segment axis that stands for as many as a batch may have."""
 _CACHED_KEYS = 4096
+CACHED_METADATA_BYTES = 64 << 20
+"""Host memory for metadata of single items of one encoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +69,11 @@ class TableEncoder:
         self._data = {path: _data_buffers(table, path) for path in table.paths}
         self._shared: weakref.WeakValueDictionary[str, _Kept] = weakref.WeakValueDictionary()
         self._layouts = Layouts()
-        self._spec = functools.lru_cache(_CACHED_KEYS)(self._make_spec)
-        self._metadata = functools.lru_cache(_CACHED_KEYS)(self._make_metadata)
+        # Functions of the table, not methods: a cache of its own methods would keep the encoder, and the tower, in a cycle.
+        self._spec = functools.lru_cache(_CACHED_KEYS)(functools.partial(_spec_of, table, self._data))
+        self._metadata = _MetadataCache(table, self._data)
         self._axis = bool(table.segment_capacities) and any(_has_boundaries(p.buffers) for p in table.paths.values())
+        _check_table(table, self._data)
 
     def encoder_modules(self) -> list[nn.Module]:
         """Modules whose weights the graphs read."""
@@ -95,22 +100,29 @@ class TableEncoder:
             },
             capture_axes=axes,
             select_axis_keys=self._select_segments if axes else None,
-            is_reachable=self._is_reachable if axes else None,
+            is_reachable=self._is_reachable,
             refusal=table.refusal,
         )
 
     def _select_segments(self, specs: Sequence[EncoderItemSpec], path: str) -> AxisKeys:
+        if not _has_boundaries(self.table.paths[path].buffers):
+            return (ALL_SEGMENTS,)
         segments = sum(spec.frames for spec in specs)
         return (next((key for key in sorted(self.table.segment_capacities) if key >= segments), ALL_SEGMENTS),)
 
     def _is_reachable(self, path: str, token_budget: int, axis_keys: AxisKeys, max_items: int, max_frames: int) -> bool:
-        """A tight graph is of use below the most segments that a batch may have; the loose one above all the tight ones."""
+        """A graph without a row serves nobody; one for so many segments serves who has more than the next tighter one takes."""
+        declared = self.table.paths[path]
+        if declared.rows(token_budget) == 0:
+            return False
+        if not self._axis:
+            return True
         (key,), most = axis_keys, max(max_items, max_frames)
         assert isinstance(key, int), "keys of the segment axis are numbers"
-        if not _has_boundaries(self.table.paths[path].buffers):
+        if not _has_boundaries(declared.buffers):
             return key == ALL_SEGMENTS
-        below = [k for k in self.table.segment_capacities if k < most]
-        return key in below if key != ALL_SEGMENTS else True
+        tighter = [k for k in self.table.segment_capacities if key == ALL_SEGMENTS or k < key]
+        return max(tighter, default=0) < most
 
     def get_encoder_cudagraph_budget_range(self) -> tuple[int, int]:
         """See `SupportsEncoderCudaGraph`."""
@@ -130,11 +142,15 @@ class TableEncoder:
         if isinstance(mm_kwargs, _Request):
             return mm_kwargs
         table = self.table
+        given: dict[str, Any] = {}
         items: list[_Item] = []
         specs: list[EncoderItemSpec] = []
         for modality in check_request(mm_kwargs, {name: m.names for name, m in table.modalities.items()}):
             declared = table.modalities[modality]
             inputs = {name: mm_kwargs[name] for name in declared.names}
+            # Sizes that can be read only once are kept: a batch that runs eagerly picks its items' own.
+            inputs |= {name: list(inputs[name]) for name in declared.per_item if isinstance(inputs[name], Iterator)}
+            given |= inputs
             starts = dict.fromkeys(declared.data, 0)
             keys = table.item_keys(modality, inputs)
             for key in keys:
@@ -145,7 +161,7 @@ class TableEncoder:
                     starts[buffer] += rows[buffer]
             for buffer, name in declared.data.items():
                 self._check_data(name, mm_kwargs[name], buffer, starts[buffer], empty=not keys)
-        return _Request(mm_kwargs, items, specs)
+        return _Request(given, items, specs)
 
     def _check_data(self, name: str, value: Any, buffer: str, rows: int, *, empty: bool) -> None:
         if empty and not isinstance(value, torch.Tensor) and hasattr(value, "__len__") and len(value) == 0:
@@ -156,32 +172,14 @@ class TableEncoder:
     def _buffer(self, name: str) -> Buffer:
         return next(path.buffers[name] for path in self.table.paths.values() if name in path.buffers)
 
-    def _make_spec(self, key: Hashable) -> tuple[EncoderItemSpec, Mapping[str, int]]:
-        """An item's sizes, and the rows that it has of each data buffer."""
-        size = self.table.item_size(key)
-        tokens, rows = _by_path(size.tokens, self.table), _by_path(size.rows, self.table)
-        if size.frames < 1 or min(rows.values()) < 0 or sum(rows.values()) < 1:
-            raise InputError(f"item {key!r} has {size}: sizes must be positive.")
-        spec = EncoderItemSpec(sum(rows.values()), sum(tokens.values()), tokens, size.frames, size.kind)
-        return spec, {buffer: rows[path] for path, buffers in self._data.items() for buffer in buffers}
-
-    def _make_metadata(self, key: Hashable, path: str) -> Mapping[str, torch.Tensor]:
-        found = dict(self.table.item_metadata(key, path))
-        for name, buffer in self.table.paths[path].buffers.items():
-            if name in self._data[path]:
-                continue
-            if name not in found:
-                raise ProtocolError(f"item_metadata({key!r}, {path!r}) has no {name!r}.")
-            _check_metadata(name, buffer, found[name], self._rows_on(key, path))
-        return found
-
-    def _rows_on(self, key: Hashable, path: str) -> int:
-        return _by_path(self.table.item_size(key).rows, self.table)[path]
-
     def select_encoder_cudagraph_items(self, mm_kwargs: Mapping[str, Any], indices: Sequence[int]) -> Mapping[str, Any]:
-        """See `SupportsEncoderCudaGraph`. Modalities without a chosen item are left out; images come before clips."""
+        """See `SupportsEncoderCudaGraph`. Modalities without a chosen item are left out.
+
+        Each input holds the items of its modality, and the result knows the order among modalities: it is not parsed again.
+        """
         request = self._parse(mm_kwargs)
         chosen: dict[str, Any] = {}
+        placed: dict[int, _Item] = {}
         for modality, declared in self.table.modalities.items():
             numbers = [i for i in indices if request.entries[i].modality == modality]
             if not numbers:
@@ -193,7 +191,13 @@ class TableEncoder:
                 values = request[name]
                 of = [i - first for i in numbers]
                 chosen[name] = values[of] if hasattr(values, "shape") else [values[i] for i in of]
-        return chosen
+            starts = dict.fromkeys(declared.data, 0)
+            for i in numbers:
+                key = request.entries[i].key
+                placed[i] = _Item(key, modality, dict(starts))
+                for buffer in starts:
+                    starts[buffer] += self._spec(key)[1][buffer]
+        return _Request(chosen, [placed[i] for i in indices], [request.specs[i] for i in indices])
 
     def _slice(self, request: _Request, index: int, buffer: str) -> torch.Tensor:
         item = request.entries[index]
@@ -341,6 +345,58 @@ class _State:
     kept: object
 
 
+class _MetadataCache:
+    """Metadata of items by key and path, checked once; bounded in number and bytes, least recently used out first."""
+
+    def __init__(self, table: EncoderTable, data: Mapping[str, Sequence[str]]) -> None:
+        self._table, self._data, self.nbytes = table, data, 0
+        self._kept: OrderedDict[tuple[Hashable, str], dict[str, torch.Tensor]] = OrderedDict()
+
+    def __call__(self, key: Hashable, path: str) -> Mapping[str, torch.Tensor]:
+        found = self._kept.get((key, path))
+        if found is not None:
+            self._kept.move_to_end((key, path))
+            return found
+        found = self._made(key, path)
+        self._kept[key, path] = found
+        self.nbytes += _nbytes(found)
+        while self.nbytes > CACHED_METADATA_BYTES or len(self._kept) > _CACHED_KEYS:
+            self.nbytes -= _nbytes(self._kept.popitem(last=False)[1])
+        return found
+
+    def _made(self, key: Hashable, path: str) -> dict[str, torch.Tensor]:
+        given, found = self._table.item_metadata(key, path), {}
+        rows = _by_path(self._table.item_size(key).rows, self._table)[path]
+        for name, buffer in self._table.paths[path].buffers.items():
+            if name in self._data[path]:
+                continue
+            if name not in given:
+                raise ProtocolError(f"item_metadata({key!r}, {path!r}) has no {name!r}.")
+            _check_metadata(name, buffer, given[name], rows)
+            found[name] = given[name]
+        return found
+
+
+def _nbytes(metadata: Mapping[str, torch.Tensor]) -> int:
+    return sum(value.nbytes for value in metadata.values())
+
+
+def _spec_of(table: EncoderTable, data: Mapping[str, Sequence[str]], key: Hashable) -> tuple[EncoderItemSpec, Mapping[str, int]]:
+    """An item's sizes, and the rows that it has of each data buffer."""
+    size = table.item_size(key)
+    tokens, rows = _by_path(size.tokens, table), _by_path(size.rows, table)
+    if size.frames < 1 or min(rows.values()) < 0 or sum(rows.values()) < 1:
+        raise InputError(f"item {key!r} has {size}: sizes must be positive.")
+    for path, declared in table.paths.items():
+        if tokens[path] * declared.spatial_merge_size**2 != rows[path] * declared.tokens_per_row:
+            raise ProtocolError(
+                f"item {key!r} has {rows[path]} rows and {tokens[path]} tokens on path {path!r}: that is not what the path's "
+                "spatial_merge_size and tokens_per_row say."
+            )
+    spec = EncoderItemSpec(sum(rows.values()), sum(tokens.values()), tokens, size.frames, size.kind)
+    return spec, {buffer: rows[path] for path, buffers in data.items() for buffer in buffers}
+
+
 def _data_buffers(table: EncoderTable, path: str) -> tuple[str, ...]:
     """The buffers of a path that hold data of a request."""
     data = {buffer for modality in table.modalities.values() for buffer in modality.data}
@@ -353,12 +409,29 @@ def _data_buffers(table: EncoderTable, path: str) -> tuple[str, ...]:
     return found
 
 
+def _check_table(table: EncoderTable, data: Mapping[str, Sequence[str]]) -> None:
+    """What a declaration can get wrong without an error later: one name for two values, half of the data, no segments."""
+    for path, declared in table.paths.items():
+        names = [*declared.buffers, *(buffer.bound for buffer in declared.buffers.values() if buffer.bound)]
+        for name in set(names):
+            if names.count(name) > 1:
+                raise ProtocolError(f"path {path!r} has {name!r} twice among its buffers and bounds: name each once.")
+        for modality, inputs in table.modalities.items():
+            missing = [name for name in data[path] if name not in inputs.data]
+            if 0 < len(missing) < len(data[path]):
+                raise ProtocolError(f"{modality} fills some data buffers of path {path!r} but not {', '.join(missing)}.")
+    if any(capacity < 1 for capacity in table.segment_capacities):
+        raise ProtocolError(f"segment_capacities={tuple(table.segment_capacities)}: expected positive numbers of segments.")
+
+
 def _has_boundaries(buffers: Mapping[str, Buffer]) -> bool:
     return any(buffer.role is Role.BOUNDARIES for buffer in buffers.values())
 
 
 def _by_path(value: int | Mapping[str, int], table: EncoderTable) -> dict[str, int]:
     if isinstance(value, Mapping):
+        if not value.keys() <= table.paths.keys():
+            raise ProtocolError(f"sizes of an item are given for {', '.join(value)}; there are {', '.join(table.paths)}.")
         return {path: value.get(path, 0) for path in table.paths}
     if len(table.paths) > 1:
         raise ProtocolError(f"sizes of an item must be given by path ({', '.join(table.paths)}); there is only {value}.")

@@ -60,6 +60,10 @@ class WeightWatch:
             or [tensor.data_ptr() for tensor in self._tensors] != self._pointers
         )
 
+    def is_for(self, modules: list[nn.Module]) -> bool:
+        """Was it made for these very modules?"""
+        return self._modes == modules
+
     def training(self) -> bool:
         """Is one of the modules (not looking at their children) in train mode?"""
         return any(module.training for module in self._modes)

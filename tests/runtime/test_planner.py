@@ -1,0 +1,407 @@
+"""Plans: which items share a replay of which graph, and why some run eagerly. Plain numbers, no model and no graph."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vit_compile.errors import ProtocolError
+from vit_compile.runtime.graph_config import AxisKeys, EncoderCudaGraphConfig, EncoderPathConfig
+from vit_compile.runtime.graphs import GraphKey
+from vit_compile.runtime.item_spec import DEFAULT_PATH, EncoderItemSpec
+from vit_compile.runtime.ladders import Ladders
+from vit_compile.runtime.planner import EagerCost, PlannedBatch, Planner
+from vit_compile.stats import Skip
+
+LADDER = (4, 8, 16)
+
+
+def declare(paths: Sequence[str] = (DEFAULT_PATH,), **fields: Any) -> EncoderCudaGraphConfig:
+    """A model with these paths."""
+    return EncoderCudaGraphConfig(
+        modalities=("image",), buffer_keys=("x",), out_hidden_size=8, paths={p: EncoderPathConfig() for p in paths}, **fields
+    )
+
+
+def keys_for(paths: Sequence[str] = (DEFAULT_PATH,), budgets: Sequence[int] = LADDER, axes: AxisKeys = ()) -> list[GraphKey]:
+    """Graphs of one combination of axis keys."""
+    return [GraphKey(path, budget, axes) for path in paths for budget in budgets]
+
+
+def planner(
+    graphs: Mapping[GraphKey, float | None] | Sequence[GraphKey],
+    *,
+    declaration: EncoderCudaGraphConfig | None = None,
+    ladder: tuple[int, ...] = LADDER,
+    max_items: int = 4,
+    max_frames: int = 0,
+    skips: Mapping[GraphKey, Skip] | None = None,
+    by_cost: bool = False,
+    look_ahead: bool = False,
+    eager: Mapping[str, EagerCost] | None = None,
+) -> Planner:
+    """A planner over these graphs; without times unless they are given."""
+    declaration = declare() if declaration is None else declaration
+    return Planner(
+        declaration,
+        Ladders(dict.fromkeys(declaration.paths, ladder), max_items, max_frames),
+        graphs if isinstance(graphs, Mapping) else dict.fromkeys(graphs),
+        skips or {},
+        by_cost=by_cost,
+        look_ahead=look_ahead,
+        eager=eager,
+    )
+
+
+def item(tokens: int, *, frames: int = 1, kind: Hashable = None) -> EncoderItemSpec:
+    """One item of a tower with one path."""
+    return EncoderItemSpec(max(tokens, 1), tokens, frames=frames, kind=kind)
+
+
+def items(*tokens: int) -> list[EncoderItemSpec]:
+    """Several."""
+    return [item(count) for count in tokens]
+
+
+def described(plan: Sequence[PlannedBatch]) -> list[tuple[tuple[int, ...], Any]]:
+    """Items and choice of each batch, on the only path: a budget, or the code of the reason."""
+    return [(batch.indices, one(batch.choices[0])) for batch in plan]
+
+
+def one(choice: Any) -> Any:
+    """A choice in short."""
+    return choice.token_budget if isinstance(choice, GraphKey) else choice.code if isinstance(choice, Skip) else None
+
+
+def kinds_axis(specs: Sequence[EncoderItemSpec], path: str) -> AxisKeys | None:
+    """The kind that all items have in common, or None."""
+    kinds = {spec.kind for spec in specs}
+    return (kinds.pop(),) if len(kinds) == 1 else None
+
+
+# --- choices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("captured", "tokens", "plan"),
+    [
+        (LADDER, [3], [((0,), 4)]),
+        (LADDER, [4], [((0,), 4)]),
+        (LADDER, [5], [((0,), 8)]),
+        (LADDER, [16], [((0,), 16)]),
+        (LADDER, [17], [((0,), "too-large")]),
+        (LADDER, [6, 4, 5], [((0, 1, 2), 16)]),
+        (LADDER, [9, 8, 1], [((1, 2), 16), ((0,), 16)]),
+        (LADDER, [2, 2, 2, 2, 2], [((0, 1, 2, 3), 8), ((4,), 4)]),
+        (LADDER, [40, 3, 20, 2], [((1, 3), 8), ((2,), "too-large"), ((0,), "too-large")]),
+        # Graphs that could not be captured are stepped over, and their sizes are packed for what is there.
+        ((4, 16), [5], [((0,), 16)]),
+        ((8,), [6, 6], [((0,), 8), ((1,), 8)]),
+        ((4, 8), [9], [((0,), "too-large")]),
+        ((), [5, 3], [((0, 1), "too-large")]),
+        ((), [], []),
+    ],
+)
+def test_the_smallest_captured_budget_that_fits(captured: tuple[int, ...], tokens: list[int], plan: list[Any]) -> None:
+    """Greedy packing fills the largest captured budget and takes the smallest; what is too large is alone and runs eagerly."""
+    assert described(planner(keys_for(budgets=captured)).plan(items(*tokens))) == plan
+
+
+def test_indices_are_ascending() -> None:
+    """Packing sorts by size; a batch keeps the order of the request, in which the rows lie."""
+    plan = planner(keys_for()).plan(items(5, 1, 3, 2))
+    assert described(plan) == [((0, 1, 2, 3), 16)]
+    assert described(planner(keys_for(), max_items=2).plan(items(5, 1, 3, 2))) == [((1, 3), 4), ((0, 2), 8)]
+
+
+def test_nothing_on_a_path_is_no_choice() -> None:
+    """A path without tokens is None for the batch; each path has its own budget and reason."""
+    declaration = declare(("global", "local"))
+    graphs = [*keys_for(("global",)), *keys_for(("local",), (8,))]
+    made = planner(graphs, declaration=declaration)
+
+    def spec(one: int, other: int) -> EncoderItemSpec:
+        return EncoderItemSpec(1, one + other, {"global": one, "local": other})
+
+    for specs, want in (
+        ([spec(3, 0)], [((0,), (4, None))]),
+        ([spec(3, 0), spec(3, 5)], [((0, 1), (8, 8))]),
+        ([spec(3, 9)], [((0,), (4, "too-large"))]),
+        ([spec(17, 2)], [((0,), ("too-large", 8))]),
+        ([spec(17, 9)], [((0,), ("too-large", "too-large"))]),
+        ([spec(3, 6), spec(3, 6)], [((0,), (4, 8)), ((1,), (4, 8))]),
+    ):
+        plan = made.plan(specs)
+        assert [(batch.indices, tuple(map(one, batch.choices))) for batch in plan] == want
+        for batch in plan:
+            members = [specs[i] for i in batch.indices]
+            assert batch.tokens == tuple(sum(m.tokens_on(path) for m in members) for path in ("global", "local"))
+
+
+def test_reasons_say_the_numbers() -> None:
+    """The path, the tokens, and the largest budget of the ladder."""
+    ((batch,), (other,)) = (planner(keys_for()).plan(items(17)), planner(keys_for(), max_frames=6).plan([item(4, frames=7)]))
+    assert str(batch.choices[0]) == "too-large: main: 17 tokens; the largest budget is 16"
+    assert str(other.choices[0]) == "too-many-frames: 7 frames; a batch may have 6"
+
+
+@pytest.mark.parametrize(
+    ("max_items", "max_frames", "frames", "plan"),
+    [
+        (4, 6, [6], [((0,), 4)]),
+        (4, 6, [7], [((0,), "too-many-frames")]),
+        (4, 6, [4, 3], [((0,), 4), ((1,), 4)]),
+        (4, 6, [3, 2, 1], [((0, 1, 2), 8)]),
+        # Without clips an image is a segment, and as many images as a batch may have always fit.
+        (4, 0, [1, 1, 1, 1], [((0, 1, 2, 3), 8)]),
+        (4, 2, [1, 1, 1, 1], [((0, 1, 2, 3), 8)]),
+        (4, 0, [5], [((0,), "too-many-frames")]),
+    ],
+)
+def test_frames_are_a_limit_like_tokens(max_items: int, max_frames: int, frames: list[int], plan: list[Any]) -> None:
+    """Clips share a batch as long as their frames fit; one with more runs eagerly, whatever its tokens."""
+    made = planner(keys_for(), max_items=max_items, max_frames=max_frames)
+    assert described(made.plan([item(2, frames=count) for count in frames])) == plan
+    by_cost = planner(dict.fromkeys(keys_for(), 1.0), max_items=max_items, max_frames=max_frames, by_cost=True)
+    for batch in by_cost.plan([item(2, frames=count) for count in frames]):
+        total = sum(frames[i] for i in batch.indices)
+        assert (one(batch.choices[0]) == "too-many-frames") == (total > max(max_items, max_frames))
+
+
+# --- axes ------------------------------------------------------------------------------------------------------------
+
+AXES = declare(capture_axes=(("a", "b"),), select_axis_keys=kinds_axis)
+
+
+def test_a_batch_replays_the_graph_of_its_axis_keys() -> None:
+    """The model chooses keys for the items of a batch; only budgets captured for these keys count."""
+    graphs = [*keys_for(axes=("a",)), *keys_for(budgets=(16,), axes=("b",))]
+    made = planner(graphs, declaration=AXES)
+    for kind, budget in (("a", 4), ("b", 16)):
+        (batch,) = made.plan([item(2, kind=kind), item(1, kind=kind)])
+        assert batch.choices == (GraphKey(DEFAULT_PATH, budget, (kind,)),)
+
+
+def test_no_key_for_a_batch_is_a_reason() -> None:
+    """Where the model finds no key, the batch runs eagerly, whatever is captured."""
+    graphs = [*keys_for(axes=("a",)), *keys_for(axes=("b",))]
+    for by_cost in (False, True):
+        made = planner(dict.fromkeys(graphs, 1.0), declaration=AXES, by_cost=by_cost, max_items=2)
+        assert described(made.plan([item(2, kind="a")])) == [((0,), 4)]
+    (batch,) = planner(graphs, declaration=AXES).plan([item(2, kind="a"), item(1, kind="b")])
+    assert str(batch.choices[0]) == "no-axis-key: main: 2 items, 3 tokens"
+
+
+def test_cost_packing_puts_apart_what_has_no_common_key() -> None:
+    """Eager is the last resort where nothing was measured, so items of different keys get graphs of their own."""
+    graphs = dict.fromkeys([*keys_for(axes=("a",)), *keys_for(axes=("b",))], 1.0)
+    made = planner(graphs, declaration=AXES, by_cost=True)
+    specs = [item(2, kind="a"), item(1, kind="b"), item(2, kind="a"), item(3, kind="b")]
+    plan = made.plan(specs)
+    assert all(isinstance(choice, GraphKey) for batch in plan for choice in batch.choices)
+    assert all(len({specs[i].kind for i in batch.indices}) == 1 for batch in plan)
+
+
+@pytest.mark.parametrize("keys", [("a", "b"), (), ("c",), (["a"],)])
+@pytest.mark.parametrize("by_cost", [False, True])
+def test_keys_that_were_not_declared_are_an_error(keys: Any, by_cost: bool) -> None:
+    """Another number of keys than there are axes, or a key of none: the error shows both."""
+    declaration = declare(capture_axes=(("a", "b"),), select_axis_keys=lambda specs, path: keys)
+    made = planner(keys_for(axes=("a",)), declaration=declaration, by_cost=by_cost)
+    with pytest.raises(ProtocolError, match=r"select_axis_keys gave .*: expected one key of each of \(\('a', 'b'\),\)"):
+        made.plan(items(2))
+
+
+def test_the_model_is_asked_with_the_items_and_the_path() -> None:
+    """It sees the specs of the batch, and no path on which the batch has nothing."""
+    asked = []
+
+    def select(specs: Sequence[EncoderItemSpec], path: str) -> AxisKeys:
+        asked.append((tuple(specs), path))
+        return ("a",)
+
+    declaration = declare(("x", "y"), capture_axes=(("a",),), select_axis_keys=select)
+    specs = [EncoderItemSpec(1, 3, {"x": 3}), EncoderItemSpec(1, 2, {"x": 2})]
+    planner(keys_for(("x", "y"), axes=("a",)), declaration=declaration).plan(specs)
+    assert asked == [(tuple(specs), "x")]
+
+
+# --- reasons of captures that failed ---------------------------------------------------------------------------------
+
+
+def test_why_a_graph_is_missing_is_passed_on() -> None:
+    """A batch that would have had a graph gets the reason of its capture: of the smallest budget that would have served."""
+    skips = {
+        GraphKey(DEFAULT_PATH, 8): Skip("padding-unsafe", "eight"),
+        GraphKey(DEFAULT_PATH, 16): Skip("max-graphs", "sixteen"),
+    }
+    made = planner(keys_for(budgets=(4,)), skips=skips)
+    for tokens, reason in ((5, "padding-unsafe"), (8, "padding-unsafe"), (9, "max-graphs"), (17, "too-large"), (4, 4)):
+        assert described(made.plan(items(tokens))) == [((0,), reason)]
+    assert planner([], skips=skips).plan(items(3))[0].choices == (skips[GraphKey(DEFAULT_PATH, 8)],)
+
+
+def test_reasons_belong_to_axis_keys() -> None:
+    """A graph that is missing for one key says nothing about another."""
+    skips = {GraphKey(DEFAULT_PATH, 16, ("b",)): Skip("max-graphs", "b")}
+    made = planner(keys_for(axes=("a",)), declaration=AXES, skips=skips)
+    assert described(made.plan([item(9, kind="b")])) == [((0,), "max-graphs")]
+    assert described(made.plan([item(9, kind="a")])) == [((0,), 16)]
+    assert described(made.plan([item(17, kind="b")])) == [((0,), "too-large")]
+
+
+# --- cost ------------------------------------------------------------------------------------------------------------
+
+
+def test_eager_is_chosen_where_it_is_cheaper() -> None:
+    """Measured times decide: a small batch whose graph is slow runs eagerly and says so, a large one replays."""
+    graphs = dict(zip(keys_for(), (5.0, 6.0, 7.0), strict=True))
+    made = planner(graphs, by_cost=True, eager={DEFAULT_PATH: EagerCost(1.0, 1.0)})
+    assert described(made.plan(items(3))) == [((0,), "eager-cheaper")]
+    assert described(made.plan(items(4))) == [((0,), 4)], "equal times: the graph"
+    assert described(made.plan(items(12))) == [((0,), 16)]
+    assert described(made.plan(items(17))) == [((0,), "too-large")], "which is no choice"
+    assert str(made.plan(items(3))[0].choices[0]) == "eager-cheaper: main: 3 tokens"
+
+
+def test_a_larger_graph_is_chosen_where_it_is_faster() -> None:
+    """The cheapest graph that fits, which need not be the smallest."""
+    graphs = dict(zip(keys_for(), (9.0, 3.0, 5.0), strict=True))
+    made = planner(graphs, by_cost=True)
+    assert described(made.plan(items(3))) == [((0,), 8)]
+    assert described(made.plan(items(9))) == [((0,), 16)]
+
+
+def test_without_measurements_a_graph_costs_its_tokens() -> None:
+    """And eager is the last resort."""
+    made = planner(keys_for(), by_cost=True)
+    assert described(made.plan(items(3))) == [((0,), 4)]
+    assert made.predicted_ms(items(3), made.plan(items(3))) == 4
+    assert described(made.plan(items(4, 16))) == [((0,), 4), ((1,), 16)]
+
+
+def test_eager_cost_is_a_line() -> None:
+    """A fixed part and a part for each token."""
+    assert EagerCost(2.0, 0.5)(8) == 6.0
+
+
+def price(
+    plan: Sequence[PlannedBatch], graphs: Mapping[GraphKey, float], eager: Mapping[str, EagerCost], paths: list[str]
+) -> float:
+    """What a plan takes, by what it really chose."""
+    total = 0.0
+    for batch in plan:
+        for path, choice, tokens in zip(paths, batch.choices, batch.tokens, strict=True):
+            total += graphs[choice] if isinstance(choice, GraphKey) else eager[path](tokens) if choice is not None else 0.0
+    return total
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> dict[str, Any]:
+    """Items on one or two paths with one of two kinds, some graphs with times, and what eager costs."""
+    paths = draw(st.sampled_from([["x"], ["x", "y"]]))
+    ms = st.integers(0, 40).map(lambda quarter: quarter / 4)
+    graphs = {
+        GraphKey(path, budget, (kind,)): draw(ms)
+        for path in paths
+        for budget in LADDER
+        for kind in "ab"
+        if draw(st.integers(0, 4)) > 0
+    }
+    specs = []
+    for _ in range(draw(st.integers(0, 7))):
+        tokens = {path: draw(st.integers(0, 18)) for path in paths}
+        frames = draw(st.sampled_from([1, 1, 1, 3, 9]))
+        specs.append(EncoderItemSpec(1, sum(tokens.values()), tokens, frames, kind=draw(st.sampled_from("aab"))))
+    eager = {path: EagerCost(draw(ms), draw(ms) / 4) for path in paths}
+    return {"paths": paths, "graphs": graphs, "specs": specs, "eager": eager}
+
+
+@given(situations())
+def test_plans_are_legal_and_cost_packing_is_never_dearer(drawn: dict[str, Any]) -> None:
+    """Both packers: every item once, limits kept, only graphs that are there and large enough; by its choices, the cost plan
+    takes what was predicted, and never more than the greedy plan."""
+    paths, graphs, specs, eager = drawn["paths"], drawn["graphs"], drawn["specs"], drawn["eager"]
+    declaration = declare(paths, capture_axes=(("a", "b"),), select_axis_keys=kinds_axis)
+    common: dict[str, Any] = {"declaration": declaration, "max_items": 3, "max_frames": 6, "eager": eager}
+    made = {by_cost: planner(graphs, by_cost=by_cost, **common) for by_cost in (False, True)}
+    plans = {by_cost: made[by_cost].plan(specs) for by_cost in (False, True)}
+    for plan in plans.values():
+        assert sorted(index for batch in plan for index in batch.indices) == list(range(len(specs)))
+        for batch in plan:
+            members = [specs[i] for i in batch.indices]
+            assert list(batch.indices) == sorted(batch.indices)
+            assert len(members) <= 3
+            assert len(members) == 1 or sum(m.frames for m in members) <= 6
+            assert batch.tokens == tuple(sum(m.tokens_on(path) for m in members) for path in paths)
+            for path, choice, tokens in zip(paths, batch.choices, batch.tokens, strict=True):
+                assert (choice is None) == (tokens == 0)
+                if isinstance(choice, GraphKey):
+                    assert choice in graphs
+                    assert choice.path == path
+                    assert choice.token_budget >= tokens
+                    assert {m.kind for m in members} == {*choice.axis_keys}
+                    assert sum(m.frames for m in members) <= 6
+    cost = price(plans[True], graphs, eager, paths)
+    assert cost == pytest.approx(made[True].predicted_ms(specs, plans[True]))
+    assert cost <= price(plans[False], graphs, eager, paths) + 1e-9
+    assert cost <= made[True].predicted_ms(specs, plans[False]) + 1e-9
+
+
+@given(st.lists(st.integers(1, 20), max_size=8), st.sets(st.sampled_from(LADDER)))
+def test_greedy_takes_the_smallest_captured_budget(tokens: list[int], captured: set[int]) -> None:
+    """Of every batch, with the budgets that there are; and nothing runs eagerly that has a graph."""
+    for batch in planner(keys_for(budgets=sorted(captured))).plan(items(*tokens)):
+        total = sum(tokens[i] for i in batch.indices)
+        fitting = [budget for budget in captured if budget >= total]
+        assert one(batch.choices[0]) == (min(fitting) if fitting else "too-large")
+
+
+def test_look_ahead_closes_batches_earlier() -> None:
+    """Greedy packing with its look-ahead: two small graphs where one large one would be more."""
+    specs = items(4, 8)
+    assert described(planner(keys_for()).plan(specs)) == [((0, 1), 16)]
+    assert described(planner(keys_for(), look_ahead=True).plan(specs)) == [((0,), 4), ((1,), 8)]
+
+
+# --- plans are kept --------------------------------------------------------------------------------------------------
+
+
+def test_plans_are_kept_by_the_sizes() -> None:
+    """Equal sizes get the same plan without asking the model again; other sizes, kinds or orders get another."""
+    asked = []
+
+    def select(specs: Sequence[EncoderItemSpec], path: str) -> AxisKeys | None:
+        asked.append(path)
+        return kinds_axis(specs, path)
+
+    declaration = declare(capture_axes=(("a", "b"),), select_axis_keys=select)
+    made = planner([*keys_for(axes=("a",)), *keys_for(axes=("b",))], declaration=declaration)
+    first = made.plan([item(2, kind="a"), item(5, kind="a")])
+    count = len(asked)
+    assert made.plan((item(2, kind="a"), item(5, kind="a"))) is first
+    assert len(asked) == count
+    for other in ([item(5, kind="a"), item(2, kind="a")], [item(2, kind="b"), item(5, kind="b")], [item(2, kind="a")]):
+        assert made.plan(other) is not first
+    assert described(first) == [((0, 1), 8)], "nobody changed it"
+
+
+def test_items_that_differ_on_a_path_have_other_plans() -> None:
+    """Equal sums over paths are not equal sizes."""
+    declaration = declare(("x", "y"))
+    made = planner([*keys_for(("x", "y"))], declaration=declaration)
+    plans = [made.plan([EncoderItemSpec(6, 6, tokens)]) for tokens in ({"x": 6}, {"y": 6}, {"x": 3, "y": 3})]
+    assert [tuple(map(one, plan[0].choices)) for plan in plans] == [(8, None), (None, 8), (4, 4)]
+
+
+def test_kept_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traffic that never repeats does not fill the memory."""
+    monkeypatch.setattr("vit_compile.runtime.planner._CACHED_PLANS", 8)
+    made = planner(keys_for())
+    for tokens in range(1, 30):
+        made.plan(items(tokens))
+        assert len(made._plans) <= 8
