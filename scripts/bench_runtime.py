@@ -41,7 +41,7 @@ TOWERS = {
     "qwen2.5-vl-7b": ("Qwen2.5-VL-7B vision", build_qwen2_5_vl, 14),
 }
 MAX_ITEMS = 16
-MINIMUM, MAXIMUM = 16, 4096
+MINIMUM, MAXIMUM, SMALL_MAXIMUM = 16, 4096, 128
 FITTED_GRAPHS = 12
 
 
@@ -70,13 +70,13 @@ def tokens(grid: Grid) -> int:
     return grid[1] * grid[2] // 4
 
 
-def ladders(trace: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def ladders(trace: dict[str, Any], maximum: int) -> dict[str, tuple[int, ...]]:
     """Powers of two, and one fitted to other requests than those that are measured."""
     drawn = [[tokens(grid) for grid in request] for request in draw(trace, 4000, seed=1)]
-    histogram = budgets.histogram_from_trace(drawn, maximum=MAXIMUM, max_items=MAX_ITEMS)
+    histogram = budgets.histogram_from_trace(drawn, maximum=maximum, max_items=MAX_ITEMS)
     return {
-        "powers of two": budgets.power_of_two(MINIMUM, MAXIMUM),
-        "fitted": budgets.fit(histogram, FITTED_GRAPHS, maximum=MAXIMUM, multiple_of=MINIMUM),
+        "powers of two": budgets.power_of_two(MINIMUM, maximum),
+        "fitted": budgets.fit(histogram, FITTED_GRAPHS, maximum=maximum, multiple_of=MINIMUM),
     }
 
 
@@ -84,7 +84,7 @@ class Pixels:
     """Patches for a request, cut from one block of random numbers on the device."""
 
     def __init__(self, width: int, device: str, dtype: torch.dtype) -> None:
-        self.block = torch.randn(1 << 18, width, device=device).to(dtype)
+        self.block = torch.randn(1 << (15 if device == "cpu" else 18), width, device=device).to(dtype)
 
     def request(self, grids: Sequence[Grid]) -> dict[str, Any]:
         """A request with a copy of its own."""
@@ -120,7 +120,7 @@ def _host(function: Any, runs: int) -> float:
 
 def host_rows(manager: EncoderCudaGraphManager, pixels: Pixels, patch: int, runs: int) -> list[dict[str, Any]]:
     """Host time per `execute` beyond the launch of its graphs: layouts seen before, and new ones."""
-    side = 336 // patch // 2 * 2
+    side = 14 if manager.device.type == "cpu" else 336 // patch // 2 * 2
     cases: dict[str, list[list[Grid]]] = {
         "1 image, same size again": [[(1, 224 // patch // 2 * 2, 224 // patch // 2 * 2)]] * runs,
         "1 image, a new size each call": [[(1, 2 + 2 * (i % 40), 2 + 2 * (i // 40))] for i in range(40, 40 + runs)],
@@ -173,6 +173,9 @@ class Bench:
 
     def __init__(self, tower: str, trace: dict[str, Any], requests: int, device: str) -> None:
         self.small = device == "cpu"
+        if self.small:  # a CPU does not get through large images
+            edges = trace["image_tokens_upper_edges_pdf"]
+            trace["image_tokens_upper_edges_pdf"] = [edge for edge in edges if edge[0] <= SMALL_MAXIMUM // 2]
         self.device, self.dtype = device, torch.float32 if self.small else torch.bfloat16
         self.name, build, self.patch = TOWERS[tower]
         build = partial(build, small=self.small)
@@ -267,7 +270,7 @@ def main() -> int:
         bench = Bench(options.tower, trace, options.requests, device)
         rows.append(bench.eager_row(min(options.eager_requests, options.requests)))
         print(json.dumps(rows[-1]), flush=True)
-        for name, ladder in ladders(trace).items():
+        for name, ladder in ladders(trace, SMALL_MAXIMUM if bench.small else MAXIMUM).items():
             for packing in ("greedy", "cost"):
                 for capacities in ((1, 4), ()) if packing == "cost" and name == "fitted" else ((1, 4),):
                     manager, seconds = bench.manager(ladder, capacities, packing=packing)
@@ -275,7 +278,7 @@ def main() -> int:
                     rows.append(bench.traffic_row(label, manager, seconds))
                     print(json.dumps(rows[-1]), flush=True)
                     if packing == "cost" and capacities and name == "fitted":
-                        host = host_rows(manager, bench.pixels, bench.patch, 20 if bench.small else 100)
+                        host = host_rows(manager, bench.pixels, bench.patch, 8 if bench.small else 100)
                     manager.clear()
                     del manager
                     gc.collect()

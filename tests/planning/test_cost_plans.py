@@ -187,6 +187,52 @@ def test_equal_times_go_to_fewer_batches_then_to_greedy(request_: tuple[list[Ite
         assert [batch.indices for batch in plan] == [batch.indices for batch in plain]
 
 
+class ByCount:
+    """A batch costs what its number of items says."""
+
+    def __init__(self, *ms: float) -> None:
+        self.ms = ms
+
+    def batch(self, indices: Sequence[int], tokens: tuple[int, ...], frames: int) -> tuple[float, Chosen]:
+        return self.ms[len(indices) - 1], tuple([None if count else 0 for count in tokens])
+
+
+def test_equal_times_go_to_fewer_batches_of_any_kind() -> None:
+    """Bins that need one batch less than greedy win where time does not decide."""
+    assert len(greedy(images(80, 20, 60, 40), Limits(((100,),), 8))) == 3
+    assert len(by_cost(images(80, 20, 60, 40), Limits(((100,),), 8), Flat(0.0))) == 2
+
+
+@pytest.mark.parametrize(
+    ("ms", "lengths"),
+    [
+        ((5, 0, 5, 5), [2, 2]),  # only pairs are free, though one budget would hold all four
+        ((1, 2, 9, 9), [2, 2]),  # four alone, or one pair, take as long as two pairs
+        ((1, 2, 3, 9), [1, 3]),
+        ((1, 9, 9, 9), [1, 1, 1, 1]),
+        ((1, 9, 3, 4, 9, 9), [3, 3]),  # not 1 + 1 + 4, which is met first
+    ],
+)
+def test_any_cut_may_be_the_best(ms: tuple[float, ...], lengths: list[int]) -> None:
+    """Runs of every length compete in a request of ordinary size, and of equal times fewer runs win."""
+    plan = by_cost(images(*[10] * len(ms)), Limits(((64,),), 8), ByCount(*ms))
+    assert sorted(len(batch.indices) for batch in plan) == lengths
+
+
+def test_a_large_request_looks_at_runs_that_just_fill_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten items of one token, graphs of 2, 3 and 1000: 3 + 3 + 2 + 2 is best, and found without pricing every run.
+
+    An item that no batch may hold is a run of one, here a clip with too many frames at the front.
+    """
+    monkeypatch.setattr(cost_plans, "MAX_RUNS", 0)
+    monkeypatch.setattr(cost_plans, "MAX_BINNED_ITEMS", 0)
+    limits = Limits(((2, 3, 1000),), max_items=10, max_frames=20)
+    prices = Table(limits, replay=0.5, per_token=1.0, eager=1e6, eager_per_token=0)
+    plan = by_cost([Item((1,), frames=21), *images(*[1] * 10)], limits, prices)
+    assert plan[0] == Batch((0,), (None,))
+    assert sorted(batch.budgets for batch in plan[1:]) == [(2,), (2,), (3,), (3,)]
+
+
 @given(st.data())
 def test_runs_that_fill_a_budget_are_enough_for_steps(data: st.DataObject) -> None:
     """Where only replays are worth it, a price is a step per budget, and a large request loses nothing by its short cut."""
@@ -224,11 +270,26 @@ def test_bins_put_small_items_beside_large_ones() -> None:
     assert by_cost(items, limits, prices) == [Batch((1, 0), (100,)), Batch((3, 2), (100,))]
 
 
+def test_bins_are_filled_by_best_fit() -> None:
+    """4 goes where it leaves no room (9 + 7 + 4), so that both of 3 fit beside 14; first fit would need a third batch."""
+    plan = by_cost(images(9, 3, 4, 7, 14, 3), Limits(((20,),), 9), Flat(1.0))
+    assert [batch.indices for batch in plan] == [(1, 5, 4), (2, 3, 0)]
+
+
 def test_bins_may_be_smaller_than_the_largest_budget() -> None:
     """Bins are tried at the smaller budgets too: here the largest graph would be slow."""
     items, limits = images(80, 20, 60, 40), Limits(((50, 100, 10_000),), 8)
     prices = Table(limits, replay=1.0, per_token=0.01, eager=9.0, eager_per_token=0)
     assert by_cost(items, limits, prices) == [Batch((1, 0), (100,)), Batch((3, 2), (100,))]
+
+
+def test_a_large_request_gets_bins_of_the_largest_budget_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What bins of a smaller budget would find is given up for speed; bins of the largest still work."""
+    monkeypatch.setattr(cost_plans, "MAX_BINNED_ITEMS", 3)
+    items, limits = images(80, 20, 60, 40), Limits(((50, 100, 10_000),), 8)
+    prices = Table(limits, replay=1.0, per_token=0.01, eager=9.0, eager_per_token=0)
+    assert len(by_cost(items, limits, prices)) == 3
+    assert len(by_cost(items, Limits(((100,),), 8), Flat(1.0))) == 2
 
 
 @pytest.mark.parametrize(
@@ -247,6 +308,13 @@ def test_bins_follow_any_path(
     plan = by_cost(items, limits, Flat(1.0))
     check_plan(plan, items, limits, Flat(1.0))
     assert [batch.indices for batch in plan] == best if best else len(plan) == 3
+
+
+def test_hazard_15_bins_are_filled_up_to_the_most_frames() -> None:
+    """Where frames are scarce and tokens are not, bins pair long clips with short ones; runs would need three batches."""
+    items = [Item((4,), 80), Item((3,), 60), Item((2,), 40), Item((1,), 20)]
+    plan = by_cost(items, Limits(((64,),), 8, 100), Flat(1.0))
+    assert [batch.indices for batch in plan] == [(3, 0), (2, 1)]
 
 
 def test_hazard_26_an_oversized_item_is_alone_among_small_ones() -> None:
@@ -283,7 +351,7 @@ def test_the_number_of_prices_stays_small() -> None:
         assert predicted(plan, items, prices) <= predicted(greedy(items, limits), items, prices)
         return calls
 
-    assert asked(images(*[10] * 20)) <= 20 * 21 // 2 + 20
+    assert asked(images(*[10] * 20)) == 20 * 21 // 2 + 1  # every run, and greedy's plan
     assert asked(images(*[dice.randint(1, 30) for _ in range(20)])) <= 20 * 21 // 2 + 20 * 14
     assert asked(images(*[dice.randint(1, 30) for _ in range(1000)])) <= 1000 * 16
 

@@ -17,8 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,6 +123,13 @@ def input_order(ranks: Ranks) -> None:
     """Ascending sizes are assigned from the last to the first, and come back as they were given (hazard 10)."""
     ranks.check(ranks.parallel(), [1, 2, 3, 4, 5, 6, 7])
     ranks.check(ranks.parallel(), [7, 1, 6, 2, 5, 3, 4])
+
+
+def kinds_of_integers(ranks: Ranks) -> None:
+    """Sizes are compared as numbers: one rank may have NumPy integers and another a tuple of plain ones."""
+    sizes: Any = np.array([3, 1, 2]) if ranks.rank == 0 else (3, 1, 2)
+    result = ranks.parallel().execute(sizes, ranks.local([3, 1, 2]))
+    assert_same_bits(result, [ranks.features(index, size) for index, size in enumerate((3, 1, 2))])
 
 
 def own_memory(ranks: Ranks) -> None:
@@ -365,7 +374,7 @@ def device_without_a_number(ranks: Ranks) -> None:
     ranks.check(parallel, [2, 1, 3])
 
 
-ANY_WORLD = (equals_plain_computation, one_item, input_order, own_memory)
+ANY_WORLD = (equals_plain_computation, one_item, input_order, kinds_of_integers, own_memory)
 """Cases for one rank too."""
 
 TOGETHER = (

@@ -199,7 +199,7 @@ def test_a_capture_that_breaks_off_leaves_nothing(monkeypatch: pytest.MonkeyPatc
     assert len(manager.graphs()) == manager.get_num_graphs_to_capture()
 
 
-def test_progress_goes_to_stderr(table: toys.PackedTable, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_is_no_output(table: toys.PackedTable, capsys: pytest.CaptureFixture[str]) -> None:
     """A bar is no output: stdout stays clean, and every graph is captured."""
     manager = toys.manager(table)
     manager.capture(progress=True)
@@ -804,7 +804,7 @@ def test_the_tower_goes_with_its_last_user() -> None:
         assert weight() is None
 
 
-def test_eight_threads(table: toys.PackedTable) -> None:
+def test_eight_threads_on_one_manager(table: toys.PackedTable) -> None:
     """Eight threads on one manager, each with its own requests: everybody gets the right features (hazard 21)."""
     manager = toys.captured(table, token_budgets=(4, 8, 16, 32), **GREEDY)
     requests = [

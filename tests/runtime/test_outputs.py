@@ -101,6 +101,8 @@ def test_other_strides() -> None:
     output = numbered(6, 4)
     check_owned([output[:, :2], output[:, 2:]], [output])
     output = numbered(4, 4)
+    check_owned([output[:2, :2], output[1:3, :2]], [output])
+    output = numbered(4, 4)
     check_owned([output.T[:2], output.T[2:]], [output])
     output = numbered(6, 4)
     check_owned([output[:2], output[2:4].view(4, 2), output[4:]], [output])

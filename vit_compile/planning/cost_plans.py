@@ -26,7 +26,7 @@ MAX_RUNS = 4096
 MAX_BINNED_ITEMS = 64
 """Most items for which bins of several sizes are tried; with more, only the largest size is."""
 MAX_LEVELS = 12
-"""Most sizes of bins that are tried, over all paths."""
+"""Most sizes of bins that are tried, over all paths; also most budgets of a path that the runs of a large request fill."""
 
 
 class Prices(Protocol):
@@ -126,7 +126,7 @@ def _cheapest_ends(lineup: Lineup, prices: Prices) -> list[int]:
     ladders = [_thinned(ladder, MAX_LEVELS) for ladder in lineup.ladders]
     cost = [float("inf")] * (count + 1)
     fewest = [count + 1] * (count + 1)
-    begin = list(range(-1, count))
+    begin = list(range(-1, count))  # a run of one, where no price is a number
     cost[0], fewest[0] = 0.0, 0
     group, batch = lineup.group, prices.batch
     for start, furthest in enumerate(reach):
@@ -146,8 +146,8 @@ def _cheapest_ends(lineup: Lineup, prices: Prices) -> list[int]:
 
 
 def _filling(lineup: Lineup, ladders: Sequence[Sequence[int]], start: int, furthest: int) -> set[int]:
-    """Ends of the runs that are alone, as long as allowed, or just fit a budget: longer ones would cost more."""
-    ends = {start + 1, furthest}
+    """Ends of the runs of one item, and of those that would need a larger budget, or break a limit, with one item more."""
+    ends = {start + 1}
     for sums, ladder in zip(lineup.sums, ladders, strict=False):  # frames have no ladder
         base = sums[start]
         ends.update([bisect_right(sums, base + budget, start + 1, furthest + 1) - 1 for budget in ladder])
@@ -175,7 +175,6 @@ def _levels(lineup: Lineup) -> list[tuple[int, int]]:
 def _bins(lineup: Lineup, path: int, level: int) -> list[Group]:
     """Best fit, largest first, into bins of `level` tokens on `path`, and as much as is allowed otherwise."""
     sizes = lineup.sizes
-    caps = (*lineup.caps[:path], level, *lineup.caps[path + 1 :])
     members: list[list[int]] = []
     totals: list[tuple[int, ...]] = []
     rooms: list[tuple[int, int]] = []  # (room on the path, bin) of bins that take more, least room first
@@ -185,7 +184,7 @@ def _bins(lineup: Lineup, path: int, level: int) -> list[Group]:
         for at in range(bisect_left(rooms, (need, 0)), len(rooms)):
             room, chosen = rooms[at]
             sums = tuple(map(add, totals[chosen], size))
-            if all(map(int.__le__, sums, caps)):
+            if all(map(int.__le__, sums, lineup.caps)):
                 del rooms[at]
                 members[chosen].append(position)
                 totals[chosen] = sums

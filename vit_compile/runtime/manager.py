@@ -89,6 +89,7 @@ class EncoderCudaGraphManager:
         self._watch: WeightWatch | None = None
         self._planner: Planner | None = None
         self._uncaptured = NOT_CAPTURED
+        self._recapture_due = False
         self._idle_planner = self._new_planner()
         self._parallel: DataParallel | None = None
         if group is not None:
@@ -215,6 +216,7 @@ class EncoderCudaGraphManager:
                 if self._set.recorder is not None:
                     torch.cuda.empty_cache()
             self._planner, self._watch, self._uncaptured = None, None, NOT_CAPTURED
+            self._recapture_due = False
             self._idle_planner = self._new_planner()
             self._statistics.cleared()
 
@@ -296,18 +298,24 @@ class EncoderCudaGraphManager:
         """Why no graph may be replayed now, or None. Graphs of replaced weights are captured anew."""
         if not self.config.enabled:
             return Skip("disabled", "EncoderConfig(enabled=False)")
-        if self._planner is None or self._watch is None:
-            return self._uncaptured
         modules = modules_of(self.model)
-        if any(module.training for module in modules):  # not looking at their children: that would cost microseconds
-            return Skip("train-mode", "the encoder is in train mode")
-        if self._watch.changed(modules):
+        if self._planner is None or self._watch is None:
+            if not self._recapture_due or train_mode(modules):
+                return self._uncaptured
+        else:
+            replaced = not self._watch.is_for(modules)
+            if train_mode(modules) if replaced else self._watch.training():
+                return Skip("train-mode", "the encoder is in train mode")
+            if not replaced and not self._watch.changed():
+                return None
             self.clear()
             self._statistics.recaptured()
             counters.add("recaptures")
-            self._capture(progress=False)
-            if self._planner is None:
-                return self._uncaptured
+        self._recapture_due = False
+        self._capture(progress=False)
+        if self._planner is None:
+            self._recapture_due = True  # a part is in train mode, as new layers are at first
+            return self._uncaptured
         return None
 
     def _refuse_eager(self, plan: Sequence[PlannedBatch], reason: Skip | None) -> None:
