@@ -44,6 +44,15 @@ class Recorder:
         self._pool: Any = None
         self._kept: list[torch.cuda.CUDAGraph] = []
         self.last_replay: torch.cuda.Event | None = None
+        self._index: int | None = None
+
+    @property
+    def index(self) -> int:
+        """The device's number; a device without one is the current device of the first use."""
+        if self._index is None:
+            current = torch.cuda.current_device() if self.device.type == "cuda" else 0
+            self._index = current if self.device.index is None else self.device.index
+        return self._index
 
     @property
     def pool(self) -> Any:
@@ -118,14 +127,14 @@ class Recorder:
     def before_replay(self) -> None:
         """Order the caller's stream after the previous replay, whose buffers the next one reuses."""
         if self.last_replay is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.last_replay)
+            torch.cuda.current_stream(self.index).wait_event(self.last_replay)
 
     def after_replay(self) -> None:
         """Mark the point after which buffers may be reused."""
         if self.last_replay is None:
             self.last_replay = torch.cuda.Event()
-        with torch.cuda.device(self.device):
-            self.last_replay.record(torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.index):
+            self.last_replay.record(torch.cuda.current_stream(self.index))
 
 
 @contextmanager

@@ -58,7 +58,11 @@ class EncoderCudaGraphConfig:
     """Further dimensions of the graph set: for each axis the keys for which graphs are captured."""
 
     select_axis_keys: Callable[[Sequence[EncoderItemSpec], str], AxisKeys | None] | None = None
-    """`(specs of a batch, path)`: one key for each axis, or None where no graph fits the batch. Needed with axes."""
+    """`(specs of a batch, path)`: one key for each axis, or None where no graph fits the batch. Needed with axes, unless the
+    next one is given."""
+
+    axis_keys_of_frames: Callable[[int, str], AxisKeys] | None = None
+    """`(frames of a batch, path)`: the same where nothing but the frames counts. Planning is much quicker with it."""
 
     is_reachable: Callable[[str, int, AxisKeys, int, int], bool] | None = None
     """`(path, token_budget, axis_keys, max_items, max_frames)`: can any batch need this graph? None: all of them."""
@@ -78,7 +82,7 @@ class EncoderCudaGraphConfig:
             )
         if any(not axis for axis in self.capture_axes):
             raise ProtocolError(f"capture_axes={self.capture_axes!r}: every axis needs at least one key.")
-        if self.capture_axes and self.select_axis_keys is None:
+        if self.capture_axes and self.select_axis_keys is None and self.axis_keys_of_frames is None:
             raise ProtocolError("the model declares capture axes but no select_axis_keys to choose among them.")
         for name in {*self.padding_logics, *(key for path in self.paths.values() for key in path.buffer_keys or ())}:
             if name not in self.buffer_keys:

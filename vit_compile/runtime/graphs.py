@@ -124,10 +124,10 @@ class GraphSet:
         """Record the graphs for these keys, in this order. What cannot be, or may not be, goes to `skips` with the reason."""
         rebuilds = 0
         for key in keys:
-            made = self._no_room(max_graphs, max_graph_bytes)
-            if made is None and rebuilds > MAX_REBUILDS:
-                made = Skip("max-graph-bytes", f"{key}: nothing larger than {self.nbytes} bytes fits; not tried")
-            made = made or self._one(key, make_inputs, verify=verify)
+            full = self._no_room(max_graphs, max_graph_bytes)
+            if full is None and rebuilds > MAX_REBUILDS:
+                full = Skip("max-graph-bytes", f"{key}: nothing larger than {self.nbytes} bytes fits; not tried")
+            made = full or self._one(key, make_inputs, verify=verify)
             if isinstance(made, EncoderGraph) and max_graph_bytes is not None and self.nbytes + made.nbytes > max_graph_bytes:
                 made = Skip("max-graph-bytes", f"{key} would take {made.nbytes} bytes; max_graph_bytes={max_graph_bytes}")
                 rebuilds += bool(self.graphs)

@@ -1,7 +1,7 @@
 """`EncoderCudaGraphManager`: from the images of a request to their features, by replays of captured graphs.
 
 Guarantees:
-- features come back in input order, one tensor of its own for each item (`outputs="copy"`);
+- features come back in input order, in memory that no later call touches (`outputs="copy"`);
 - what has no graph runs eagerly, alone, and is counted with a reason; its neighbours replay;
 - a call is checked before any work; after an error the manager is as it was;
 - any thread may call any method; a replay runs on the caller's stream, ordered after the one before;
@@ -33,7 +33,6 @@ from vit_compile.runtime.generic_buffers import GenericBuffers
 from vit_compile.runtime.graphs import EncoderGraph, GraphKey, GraphSet, median_ms
 from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.ladders import resolve
-from vit_compile.runtime.outputs import owned
 from vit_compile.runtime.planner import EagerCost, PlannedBatch, Planner
 from vit_compile.runtime.protocol import SupportsDirectFill, SupportsEncoderCudaGraph
 from vit_compile.runtime.statistics import EncoderStatistics
@@ -241,8 +240,9 @@ class EncoderCudaGraphManager:
 
         Returns:
             One tensor [tokens, out_hidden_size] for each item, in input order, modality by modality where there are
-            several (in the order of the declaration). Owned by the caller; with `outputs="borrow"`, and where one replay
-            served the call, views of graph memory that are valid until the next call. No items: an empty list.
+            several (in the order of the declaration). Owned by the caller; those of one batch are views of one copy, so
+            clone what is kept long. With `outputs="borrow"`, and where one replay served the call, they are views of graph
+            memory that are valid until the next call. No items: an empty list.
 
         Raises:
             InputError, GridError: the request is wrong; nothing ran.
@@ -258,14 +258,13 @@ class EncoderCudaGraphManager:
         with self._lock:
             request = mm_kwargs if self._direct is None else self._direct.parse_encoder_request(mm_kwargs)
             specs = self.model.get_encoder_cudagraph_item_specs(request)
-        if not specs:
-            return []
         if self._parallel is None:
             features = self._local(request, specs, range(len(specs)))
-        else:
+        else:  # also without items: every rank counts its calls, so that one that fell behind is noticed
             sizes = [spec.input_size for spec in specs]
             features = self._parallel.execute(sizes, lambda indices: self._local(request, specs, indices))
-        self._statistics.finished(len(specs), time.perf_counter() - started)
+        if specs:
+            self._statistics.finished(len(specs), time.perf_counter() - started)
         return features
 
     def _local(self, request: Mapping[str, Any], specs: Sequence[EncoderItemSpec], indices: Sequence[int]) -> list[torch.Tensor]:
@@ -342,8 +341,9 @@ class EncoderCudaGraphManager:
         if self._direct is None:
             selected = self.model.select_encoder_cudagraph_items(request, indices)
         outputs: dict[str, torch.Tensor | None] = {}
-        replayed: list[torch.Tensor] = []
-        for number, (path, choice, tokens) in enumerate(zip(self._paths, batch.choices, batch.tokens, strict=True)):
+        replays = sum(choice is not None for choice in batch.choices)
+        borrow = alone and replays == 1 and self.config.outputs == "borrow" and self._parallel is None
+        for path, choice, tokens in zip(self._paths, batch.choices, batch.tokens, strict=True):
             if choice is None:
                 outputs[path] = None
                 continue
@@ -355,13 +355,9 @@ class EncoderCudaGraphManager:
                     output = graph.replay()
                     if output.shape[0] < tokens:
                         raise ProtocolError(f"the graph {graph.label} gave {output.shape[0]} tokens for {tokens}.")
-                    output = output[:tokens]
                     self._statistics.replay(path, skip.token_budget, skip.axis_keys, items=items, tokens=tokens)
-                    if any(later is not None for later in batch.choices[number + 1 :]):
-                        output = output.clone()  # the next path's replay may overwrite it
-                    else:
-                        replayed.append(output)
-                    outputs[path] = output
+                    # The next replay, of whichever graph, may overwrite it.
+                    outputs[path] = output[:tokens] if borrow else output[:tokens].clone()
                     continue
                 skip = Skip("too-many-segments", f"{graph.label}: {items} items, {tokens} tokens")
                 if self.config.strict:
@@ -378,8 +374,7 @@ class EncoderCudaGraphManager:
             features = self.model.postprocess_encoder_output(outputs, members, selected)
         if len(features) != len(members):
             raise ProtocolError(f"post-processing gave {len(features)} features for {len(members)} items.")
-        borrow = alone and self.config.outputs == "borrow" and self._parallel is None
-        return features if borrow else owned(features, replayed)
+        return features
 
     def _fill(
         self, graph: EncoderGraph, request: Mapping[str, Any], selected: Mapping[str, Any] | None, indices: Sequence[int]

@@ -16,6 +16,7 @@ from vit_compile.runtime.ladders import Ladders
 from vit_compile.stats import Skip
 
 _CACHED_PLANS = 4096
+_CACHED_PRICES = 1 << 16
 _UNKNOWN_EAGER_FACTOR = 1e6
 """Where nothing was measured a graph costs its tokens, and eager is the last resort."""
 
@@ -81,6 +82,9 @@ class Planner:
         # Where nothing is captured the configured ladder still says what one eager batch may hold.
         budgets = tuple(tuple(captured[path]) or ladders.paths[path] for path in self._paths)
         self._limits = packing.Limits(budgets, ladders.max_items, max(ladders.max_items, ladders.max_frames))
+        # With no axis that looks at single items, two batches of equal totals have one price.
+        self._sizes_decide = not declaration.capture_axes or declaration.axis_keys_of_frames is not None
+        self._priced: dict[tuple[tuple[int, ...], int], tuple[float, tuple[int | None, ...]]] = {}
         self._plans: dict[tuple[EncoderItemSpec, ...], list[PlannedBatch]] = {}
 
     def plan(self, specs: Sequence[EncoderItemSpec]) -> list[PlannedBatch]:
@@ -124,7 +128,7 @@ class Planner:
         assert self._limits.max_frames is not None, "the manager always limits frames"
         if frames > self._limits.max_frames:
             return Skip("too-many-frames", f"{frames} frames; a batch may have {self._limits.max_frames}")
-        axes = self.axis_keys(members, path)
+        axes = self.axis_keys(members, path, frames)
         if axes is None:
             return Skip("no-axis-key", f"{path}: {len(members)} items, {tokens} tokens")
         steps = self._steps.get((path, axes), [])
@@ -142,30 +146,57 @@ class Planner:
                 return skip
         return Skip("too-large", f"{path}: {tokens} tokens; the largest budget is {self._ladders.paths[path][-1]}")
 
-    def axis_keys(self, members: Sequence[EncoderItemSpec], path: str) -> AxisKeys | None:
+    def axis_keys(self, members: Sequence[EncoderItemSpec], path: str, frames: int) -> AxisKeys | None:
         """One key for each capture axis, as the model chooses for a batch; None where it finds none.
 
         Raises:
             ProtocolError: it chose another number of keys, or one that it did not declare.
         """
-        axes = self._declaration.capture_axes
-        if not axes:
+        declared = self._declaration
+        if not declared.capture_axes:
             return ()
-        assert self._declaration.select_axis_keys is not None, "checked by the declaration"
-        keys = self._declaration.select_axis_keys(members, path)
+        if declared.axis_keys_of_frames is not None:
+            keys: AxisKeys | None = declared.axis_keys_of_frames(frames, path)
+        else:
+            assert declared.select_axis_keys is not None, "checked by the declaration"
+            keys = declared.select_axis_keys(members, path)
         if keys is None:
             return None
+        axes = declared.capture_axes
         if len(keys) != len(axes) or any(key not in axis for key, axis in zip(keys, axes, strict=True)):
-            raise ProtocolError(f"select_axis_keys gave {keys!r}: expected one key of each of {axes!r}.")
+            raise ProtocolError(f"the keys chosen for a batch are {keys!r}: expected one key of each of {axes!r}.")
         return tuple(keys)
 
-    def price(self, path: str, members: Sequence[EncoderItemSpec], tokens: int, frames: int) -> tuple[float, int | None]:
-        """Least predicted time of a batch on one path, and the budget that reaches it (None: eager; 0: nothing to do)."""
+    def price(
+        self, specs: Sequence[EncoderItemSpec], indices: Sequence[int], tokens: tuple[int, ...], frames: int
+    ) -> tuple[float, tuple[int | None, ...]]:
+        """Least predicted time of a batch, and the budget on each path that reaches it (None: eager; 0: nothing to do)."""
+        if not self._sizes_decide:
+            return self._price([specs[index] for index in indices], tokens, frames)
+        found = self._priced.get((tokens, frames))
+        if found is None:
+            if len(self._priced) >= _CACHED_PRICES:
+                self._priced.clear()
+            found = self._priced[tokens, frames] = self._price((), tokens, frames)
+        return found
+
+    def _price(
+        self, members: Sequence[EncoderItemSpec], tokens: tuple[int, ...], frames: int
+    ) -> tuple[float, tuple[int | None, ...]]:
+        total = 0.0
+        budgets = []
+        for path, count in zip(self._paths, tokens, strict=True):
+            cost, budget = self._price_on(path, members, count, frames)
+            total += cost
+            budgets.append(budget)
+        return total, tuple(budgets)
+
+    def _price_on(self, path: str, members: Sequence[EncoderItemSpec], tokens: int, frames: int) -> tuple[float, int | None]:
         if tokens == 0:
             return 0.0, 0
         eager = self._eager[path](tokens) if path in self._eager else tokens * _UNKNOWN_EAGER_FACTOR
         assert self._limits.max_frames is not None, "the manager always limits frames"
-        axes = self.axis_keys(members, path) if frames <= self._limits.max_frames else None
+        axes = self.axis_keys(members, path, frames) if frames <= self._limits.max_frames else None
         if axes is None:
             return eager, None
         steps = self._steps.get((path, axes), [])
@@ -183,8 +214,4 @@ class _Prices:
         self._planner, self._specs = planner, specs
 
     def batch(self, indices: Sequence[int], tokens: tuple[int, ...], frames: int) -> tuple[float, tuple[int | None, ...]]:
-        members = [self._specs[index] for index in indices]
-        priced = [
-            self._planner.price(path, members, total, frames) for path, total in zip(self._planner._paths, tokens, strict=True)
-        ]
-        return sum(cost for cost, _ in priced), tuple([budget for _, budget in priced])
+        return self._planner.price(self._specs, indices, tokens, frames)

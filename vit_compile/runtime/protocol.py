@@ -86,8 +86,8 @@ class SupportsEncoderCudaGraph(Protocol):
         """Features of every item of a batch, in its order, from the outputs of the paths.
 
         Args:
-            outputs: [tokens, width] of each path, real rows only; None where the batch has nothing on a path. They may
-                alias graph memory: what is handed on as a view, the manager copies.
+            outputs: [tokens, width] of each path, real rows only; None where the batch has nothing on a path. They are
+                this call's own (with `outputs="borrow"` graph memory), so views of them may be handed on.
             specs: of the batch.
             mm_kwargs: of the batch.
         """

@@ -66,7 +66,6 @@ class Layouts:
         self._blocks[key] = block
         self._nbytes += block.nbytes
         while self._nbytes > self._capacity:
-            # Its copy to the device may still be under way: torch's pinned allocator waits for that, nobody else has to.
             self._nbytes -= self._blocks.popitem(last=False)[1].nbytes
 
 
@@ -147,6 +146,9 @@ class GraphBuffers:
             if block is None:
                 return False
             self.held = None
+            if self.device.type == "cuda":
+                # Fresh pinned memory for each copy: torch's allocator hands it out again once the copy is done, not before.
+                block = torch.empty(block.shape, dtype=torch.uint8, pin_memory=True).copy_(block)
             self.block.copy_(block, non_blocking=True)
             self.held = keys
         for name, parts in slices.items():
@@ -158,7 +160,7 @@ class GraphBuffers:
         held = self._layouts.get((self._name, keys))
         if held is not None:
             return held
-        block = torch.empty(self.block.shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        block = torch.empty(self.block.shape, dtype=torch.uint8)
         items = [metadata(key, path) for key in keys]
         for found in self._fields:
             if not _write(found, found.padded(block), [item[found.name] for item in items]):
@@ -219,7 +221,7 @@ def exact_values(
         if field_name not in slices:
             parts = _shifted(buffer, [item[field_name] for item in items])
             values[field_name] = torch.cat(parts).to(device=device, dtype=buffer.dtype or dtype)
-    rows_total = max((sum(len(part) for part in parts) for parts in slices.values()), default=0)
+    rows_total = max((sum(part.shape[0] for part in parts) for parts in slices.values()), default=0)
     return values | _bounds(path, rows_total)
 
 
@@ -260,8 +262,9 @@ def _fill_rows(buffer: PaddedBuffer, parts: Sequence[torch.Tensor]) -> None:
         offset = 0
         for part in parts:
             # From pinned memory an asynchronous copy would still be reading when the caller writes there again.
-            front[offset : offset + len(part)].copy_(part, non_blocking=not part.is_pinned() if part.is_cpu else True)
-            offset += len(part)
+            length = part.shape[0]
+            front[offset : offset + length].copy_(part, non_blocking=not part.is_pinned() if part.is_cpu else True)
+            offset += length
     buffer.pad_from(total)
 
 
@@ -279,7 +282,7 @@ def _shifted(buffer: Buffer, parts: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 def _write(found: _Field, target: PaddedBuffer, parts: Sequence[torch.Tensor]) -> bool:
     moved = _shifted(found.buffer, parts)
-    total = sum(len(part) for part in moved)
+    total = sum(part.shape[0] for part in moved)
     if total > target.entries:
         return False
     front = target.tensor[:total]

@@ -99,16 +99,15 @@ class TableEncoder:
                 for name, path in table.paths.items()
             },
             capture_axes=axes,
-            select_axis_keys=self._select_segments if axes else None,
+            axis_keys_of_frames=self._segment_keys if axes else None,
             is_reachable=self._is_reachable,
             refusal=table.refusal,
         )
 
-    def _select_segments(self, specs: Sequence[EncoderItemSpec], path: str) -> AxisKeys:
+    def _segment_keys(self, frames: int, path: str) -> AxisKeys:
         if not _has_boundaries(self.table.paths[path].buffers):
             return (ALL_SEGMENTS,)
-        segments = sum(spec.frames for spec in specs)
-        return (next((key for key in sorted(self.table.segment_capacities) if key >= segments), ALL_SEGMENTS),)
+        return (next((key for key in sorted(self.table.segment_capacities) if key >= frames), ALL_SEGMENTS),)
 
     def _is_reachable(self, path: str, token_budget: int, axis_keys: AxisKeys, max_items: int, max_frames: int) -> bool:
         """A graph without a row serves nobody; one for so many segments serves who has more than the next tighter one takes."""

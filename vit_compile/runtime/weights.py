@@ -34,30 +34,32 @@ class WeightWatch:
         self._values: list[Any] = []
         self._tensors: list[torch.Tensor] = []
         self._modes: list[nn.Module] = []
-        self._sizes: list[tuple[dict[str, Any], int]] = []
+        self._all_homes: list[dict[str, Any]] = []
         for root in modules:
             self._modes.append(root)
             for module in root.modules():
                 for home in (module._parameters, module._buffers, module._modules):
-                    self._sizes.append((home, len(home)))
+                    self._all_homes.append(home)
                     for name, value in home.items():
                         self._homes.append(home)
                         self._names.append(name)
                         self._values.append(value)
                         if isinstance(value, torch.Tensor):
                             self._tensors.append(value)
-        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
+        self._lengths = list(map(len, self._all_homes))
+        self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
 
     def changed(self) -> bool:
         """Is any weight another object, or in other memory, than when this was made?"""
+        # Over a thousand entries before every call: `map` keeps the loops in C.
         try:
             same = all(map(operator.is_, map(operator.getitem, self._homes, self._names), self._values))
         except KeyError:
             return True
         return (
             not same
-            or any(len(home) != size for home, size in self._sizes)
-            or [tensor.data_ptr() for tensor in self._tensors] != self._pointers
+            or list(map(len, self._all_homes)) != self._lengths
+            or list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers
         )
 
     def is_for(self, modules: list[nn.Module]) -> bool:
