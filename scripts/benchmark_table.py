@@ -1,10 +1,10 @@
-"""Markdown tables from the result files of `bench_backend.py`.
+"""Markdown tables from the result files of `bench_backend.py` and `bench_runtime.py`.
 
     python scripts/benchmark_table.py docs/benchmarks/*.json                              prints every table
     python scripts/benchmark_table.py docs/benchmarks/*.json --into docs/benchmarks.md README.md    updates the pages
 
-A page has the tables between `<!-- tables -->` and `<!-- end -->`, or the short one between `<!-- summary -->` and
-`<!-- end -->`. Every number is read from the files. A file may say that a field of a peer is not valid, and why:
+A page has the tables between `<!-- tables -->` (the backend's) or `<!-- runtime -->` and `<!-- end -->`, or the short one between
+`<!-- summary -->` and `<!-- end -->`. Every number is read from the files. A file may say that a field of a peer is not valid, and why:
 `"invalid": {"<peer>": {"bytes": "<reason>"}}`; the table then has a dash and the reason.
 """
 
@@ -123,10 +123,39 @@ def summary(results: list[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def updated(page: str, results: list[Result]) -> str:
+def runtime_tables(contents: list[Row]) -> str:
+    """Traffic and host time of the manager, one section per tower."""
+    lines: list[str] = []
+    for content in contents:
+        machine, traffic = content["environment"], content["traffic"]
+        versions = f"torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}"
+        lines += [f"## {content['tower']}, requests", "", f"{machine['device']}, {versions}. `{content['command']}`", ""]
+        lines += [f"{traffic['requests']} requests with {traffic['images']} images, {traffic['tokens']} output tokens.", ""]
+        titles = ["packing, ladder", "total s", "mean ms", "P50 ms", "P99 ms", "padded share", "replays", "eager items"]
+        lines += head([*titles, "graphs", "MiB", "capture s", "difference"])
+        for row in content["rows"]:
+            times = [f"{row['total_s']:.2f}", *[f"{row[name]:.1f}" for name in ("mean_ms", "p50_ms", "p99_ms")]]
+            if "graphs" not in row:
+                lines.append(line([f"{row['configuration']} ({row['requests']} of them)", *times, *["-"] * 7]))
+                continue
+            rest = [f"{row['padded_share']:.1%}", str(row["replays"]), str(sum(row["misses"].values())), str(row["graphs"])]
+            rest += [f"{row['graph_bytes'] / 2**20:.0f}", f"{row['capture_s']:.1f}", f"{row['difference']:.4f}"]
+            lines.append(line([row["configuration"], *times, *rest]))
+        ladders = {row["configuration"].split(", ")[1]: row["ladder"] for row in content["rows"] if "ladder" in row}
+        lines += ["", *[f"Ladder, {name}: {', '.join(map(str, ladder))}." for name, ladder in ladders.items()], ""]
+        lines += head(["host time of one call, ms", "`execute`", "launching its graphs", "beyond", "replays"])
+        for row in content["host"]:
+            cells = [f"{row[name]:.3f}" for name in ("execute_host_ms", "launch_host_ms", "beyond_ms")]
+            lines.append(line([row["case"], *cells, f"{row['replays_per_call']:g}"]))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def updated(page: str, results: list[Result], runtime: list[Row]) -> str:
     """A page with its tables made anew."""
-    for marker, make in (("tables", tables), ("summary", summary)):
-        text = f"<!-- {marker} -->\n\n{make(results).rstrip()}\n\n<!-- end -->"
+    made = {"tables": tables(results), "summary": summary(results), "runtime": runtime_tables(runtime)}
+    for marker, content in made.items():
+        text = f"<!-- {marker} -->\n\n{content.rstrip()}\n\n<!-- end -->"
         page = re.sub(rf"<!-- {marker} -->\n.*?<!-- end -->", lambda _, text=text: text, page, flags=re.DOTALL)
     return page
 
@@ -137,12 +166,15 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--into", nargs="+", type=Path, default=[], help="pages whose tables are made anew")
     options = parser.parse_args()
-    results = [Result(path) for path in sorted(options.files)]
+    contents = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.files)}
+    results = [Result(path) for path, content in contents.items() if content.get("kind") != "runtime"]
+    runtime = [content for content in contents.values() if content.get("kind") == "runtime"]
     if not options.into:
         print(tables(results))
         print(summary(results))
+        print(runtime_tables(runtime))
     for page in options.into:
-        page.write_text(updated(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+        page.write_text(updated(page.read_text(encoding="utf-8"), results, runtime), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import vit_compile
 from vit_compile.options import BackendOptions
+from vit_compile.runtime.config import EncoderConfig
 from vit_compile.stats import SKIP_CODES
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +73,41 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert vit_compile.counters.captures == 4  # 8, 4 and 2 images, and the trace for one
     assert vit_compile.counters.skips == {}
     assert "full 4 rows" in capsys.readouterr().out
+
+
+def engine_blocks() -> list[str]:
+    """The Python of docs/engines.md: tower, adapter, use."""
+    return re.findall(r"```python\n(.*?)```", text(ROOT / "docs" / "engines.md"), re.DOTALL)
+
+
+@pytest.mark.timeout(120)
+def test_the_adapter_of_the_engine_page_runs() -> None:
+    """The page's adapter has at most 40 lines, and its features are those of the page's tower, one image at a time."""
+    tower, adapter, use = engine_blocks()
+    assert len([line for line in adapter.splitlines() if line.strip()]) <= 40
+    quick = use.replace("EncoderConfig()", 'EncoderConfig(mode="eager", packing="greedy")')
+    assert quick != use
+    names: dict[str, Any] = {}
+    for block in (tower, adapter, quick):
+        exec(compile(block, "engines.md", "exec"), names)
+    start, made = 0, names["adapter"]
+    for feature, (t, h, w) in zip(names["features"], names["grids"], strict=True):
+        rows = t * h * w
+        x = names["pixels"][start : start + rows]
+        boundaries = torch.tensor([0, rows], dtype=torch.int32, device=x.device)
+        with torch.no_grad():
+            want = made.tower(x, torch.arange(rows, device=x.device) % 1024, boundaries, rows)
+        assert (feature - want).abs().max() <= 1e-5
+        start += rows
+    assert names["manager"].snapshot()["graph_hits"] == 3
+
+
+def test_every_field_of_the_encoder_config_has_a_row_with_its_default() -> None:
+    """The engine page lists exactly the fields, in their order, each with the default that it has."""
+    table = rows(text(ROOT / "docs" / "engines.md").partition("## Configuration")[2].partition("\n## ")[0])
+    fields = dataclasses.fields(EncoderConfig)
+    assert [cells[0] for cells in table] == [field.name for field in fields]
+    assert [ast.literal_eval(cells[1]) for cells in table] == [field.default for field in fields]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

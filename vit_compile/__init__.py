@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from vit_compile.backend.warmup import WarmupReport, warmup
     from vit_compile.options import BackendOptions
     from vit_compile.planning import budgets
+    from vit_compile.runtime.config import EncoderConfig
+    from vit_compile.runtime.manager import EncoderCudaGraphManager
+    from vit_compile.runtime.protocol import SupportsEncoderCudaGraph
+    from vit_compile.runtime.table import EncoderTable
     from vit_compile.stats import SKIP_CODES, CallRecord, Skip, counters, last_call
 
 __version__ = "0.1.0"
@@ -24,7 +28,11 @@ _HOMES = {
     "SKIP_CODES": "vit_compile.stats",
     "BackendOptions": "vit_compile.options",
     "CallRecord": "vit_compile.stats",
+    "EncoderConfig": "vit_compile.runtime.config",
+    "EncoderCudaGraphManager": "vit_compile.runtime.manager",
+    "EncoderTable": "vit_compile.runtime.table",
     "Skip": "vit_compile.stats",
+    "SupportsEncoderCudaGraph": "vit_compile.runtime.protocol",
     "WarmupReport": "vit_compile.backend.warmup",
     "budgets": "vit_compile.planning",
     "clear": "vit_compile.backend.runnable",
@@ -39,7 +47,11 @@ __all__ = [
     "SKIP_CODES",
     "BackendOptions",
     "CallRecord",
+    "EncoderConfig",
+    "EncoderCudaGraphManager",
+    "EncoderTable",
     "Skip",
+    "SupportsEncoderCudaGraph",
     "WarmupReport",
     "budgets",
     "clear",

@@ -152,6 +152,16 @@ def test_an_item_does_not_depend_on_its_neighbours(build: Builder) -> None:
     assert all(torch.equal(a, b) for a, b in zip(made.execute(request), clean, strict=True))
 
 
+@pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
+def test_padding_stays_finite(build: Builder) -> None:
+    """Rows behind the batch are computed too: no NaN and no infinity comes of them, which a kernel could carry over."""
+    made = captured(table_of(build), token_budgets=(48,), packing="greedy")
+    made.execute(request_of([(1, 4, 6)]))
+    made.execute(request_of([(1, 4, 6)] * 3))
+    outputs = [graph.output for graph in made._set.graphs.values()]
+    assert all(len(output) == 48 and bool(output.isfinite().all()) for output in outputs)
+
+
 def test_any_sizes_fit_the_windows() -> None:
     """However thin the images, the window boundaries have room for as many as a batch may have: nothing runs eagerly."""
     made, dice = served(WINDOWED), random.Random(0)

@@ -237,7 +237,6 @@ def test_features_without_tiles_are_no_graph_memory(crops: list[tuple[int, int]]
     got = check(manager, table, request)
     storages = [feature.untyped_storage().data_ptr() for feature in got]
     assert not graph_memory(manager).intersection(storages)
-    assert len(set(storages)) == len(storages), "items share memory"
     for seed in range(1, 4):
         manager.execute(toys.tiled_request(crops, seed=seed * 10))
     assert toys.largest_difference(got, toys.tiled_reference(table, request)) <= TOLERANCE

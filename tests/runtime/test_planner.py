@@ -208,12 +208,30 @@ def test_cost_packing_puts_apart_what_has_no_common_key() -> None:
 
 @pytest.mark.parametrize("keys", [("a", "b"), (), ("c",), (["a"],)])
 @pytest.mark.parametrize("by_cost", [False, True])
-def test_keys_that_were_not_declared_are_an_error(keys: Any, by_cost: bool) -> None:
+@pytest.mark.parametrize("name", ["select_axis_keys", "axis_keys_of_frames"])
+def test_keys_that_were_not_declared_are_an_error(name: str, keys: Any, by_cost: bool) -> None:
     """Another number of keys than there are axes, or a key of none: the error shows both."""
-    declaration = declare(capture_axes=(("a", "b"),), select_axis_keys=lambda specs, path: keys)
+    declaration = declare(capture_axes=(("a", "b"),), **{name: lambda sizes, path: keys})
     made = planner(keys_for(axes=("a",)), declaration=declaration, by_cost=by_cost)
-    with pytest.raises(ProtocolError, match=r"select_axis_keys gave .*: expected one key of each of \(\('a', 'b'\),\)"):
+    with pytest.raises(ProtocolError, match=r"keys chosen for a batch are .*: expected one key of each of \(\('a', 'b'\),\)"):
         made.plan(items(2))
+
+
+def few_or_many(frames: int, path: str) -> AxisKeys:
+    """A key for up to two frames, and one for more."""
+    return ("a",) if frames <= 2 else ("b",)
+
+
+@pytest.mark.parametrize("by_cost", [False, True])
+def test_keys_may_depend_on_frames_alone(by_cost: bool) -> None:
+    """All frames of the batch count; the items themselves are not looked at."""
+    declaration = declare(capture_axes=(("a", "b"),), axis_keys_of_frames=few_or_many)
+    graphs = dict.fromkeys([*keys_for(axes=("a",)), *keys_for(axes=("b",))], 1.0)
+    made = planner(graphs, declaration=declaration, by_cost=by_cost, max_frames=6)
+    for frames, key in (([1], "a"), ([1, 1], "a"), ([1, 1, 1], "b"), ([2], "a"), ([2, 1], "b"), ([3], "b")):
+        (batch,) = made.plan([item(1, frames=count) for count in frames])
+        assert isinstance(batch.choices[0], GraphKey)
+        assert batch.choices[0].axis_keys == (key,)
 
 
 def test_the_model_is_asked_with_the_items_and_the_path() -> None:
@@ -300,16 +318,33 @@ def price(
     return total
 
 
+AXIS_OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "kinds": {"capture_axes": (("a", "b"),), "select_axis_keys": kinds_axis},
+    "frames": {"capture_axes": (("a", "b"),), "axis_keys_of_frames": few_or_many},
+}
+
+
+def fits(axis: str, keys: AxisKeys, members: Sequence[EncoderItemSpec]) -> bool:
+    """Are these the keys of the batch?"""
+    if axis == "none":
+        return keys == ()
+    if axis == "kinds":
+        return {member.kind for member in members} == {*keys}
+    return keys == few_or_many(sum(member.frames for member in members), "x")
+
+
 @st.composite
 def situations(draw: st.DrawFn) -> dict[str, Any]:
     """Items on one or two paths with one of two kinds, some graphs with times, and what eager costs."""
     paths = draw(st.sampled_from([["x"], ["x", "y"]]))
+    axis = draw(st.sampled_from(sorted(AXIS_OPTIONS)))
     ms = st.integers(0, 40).map(lambda quarter: quarter / 4)
     graphs = {
-        GraphKey(path, budget, (kind,)): draw(ms)
+        GraphKey(path, budget, keys): draw(ms)
         for path in paths
         for budget in LADDER
-        for kind in "ab"
+        for keys in ([()] if axis == "none" else [("a",), ("b",)])
         if draw(st.integers(0, 4)) > 0
     }
     specs = []
@@ -318,7 +353,7 @@ def situations(draw: st.DrawFn) -> dict[str, Any]:
         frames = draw(st.sampled_from([1, 1, 1, 3, 9]))
         specs.append(EncoderItemSpec(1, sum(tokens.values()), tokens, frames, kind=draw(st.sampled_from("aab"))))
     eager = {path: EagerCost(draw(ms), draw(ms) / 4) for path in paths}
-    return {"paths": paths, "graphs": graphs, "specs": specs, "eager": eager}
+    return {"paths": paths, "axis": axis, "graphs": graphs, "specs": specs, "eager": eager}
 
 
 @given(situations())
@@ -326,7 +361,7 @@ def test_plans_are_legal_and_cost_packing_is_never_dearer(drawn: dict[str, Any])
     """Both packers: every item once, limits kept, only graphs that are there and large enough; by its choices, the cost plan
     takes what was predicted, and never more than the greedy plan."""
     paths, graphs, specs, eager = drawn["paths"], drawn["graphs"], drawn["specs"], drawn["eager"]
-    declaration = declare(paths, capture_axes=(("a", "b"),), select_axis_keys=kinds_axis)
+    declaration = declare(paths, **AXIS_OPTIONS[drawn["axis"]])
     common: dict[str, Any] = {"declaration": declaration, "max_items": 3, "max_frames": 6, "eager": eager}
     made = {by_cost: planner(graphs, by_cost=by_cost, **common) for by_cost in (False, True)}
     plans = {by_cost: made[by_cost].plan(specs) for by_cost in (False, True)}
@@ -344,7 +379,7 @@ def test_plans_are_legal_and_cost_packing_is_never_dearer(drawn: dict[str, Any])
                     assert choice in graphs
                     assert choice.path == path
                     assert choice.token_budget >= tokens
-                    assert {m.kind for m in members} == {*choice.axis_keys}
+                    assert fits(drawn["axis"], choice.axis_keys, members)
                     assert sum(m.frames for m in members) <= 6
     cost = price(plans[True], graphs, eager, paths)
     assert cost == pytest.approx(made[True].predicted_ms(specs, plans[True]))
@@ -388,6 +423,22 @@ def test_plans_are_kept_by_the_sizes() -> None:
     for other in ([item(5, kind="a"), item(2, kind="a")], [item(2, kind="b"), item(5, kind="b")], [item(2, kind="a")]):
         assert made.plan(other) is not first
     assert described(first) == [((0, 1), 8)], "nobody changed it"
+
+
+@pytest.mark.parametrize("axis", ["none", "frames"])
+def test_prices_are_kept_by_sizes(axis: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where items differ in nothing but sizes, a batch of equal totals is priced once, and the prices kept are bounded."""
+    graphs = [*keys_for(axes=("a",)), *keys_for(axes=("b",))] if axis == "frames" else keys_for()
+    made = planner(dict.fromkeys(graphs, 1.0), declaration=declare(**AXIS_OPTIONS[axis]), by_cost=True, max_items=8)
+    made.plan(items(1, 2, 3, 4))
+    held = dict(made._priced)
+    made.plan(items(4, 3, 2, 1))
+    assert made._priced == held
+    assert held
+    monkeypatch.setattr("vit_compile.runtime.planner._CACHED_PRICES", 8)
+    for start in range(1, 12):
+        made.plan(items(start, start + 1, start + 2))
+        assert len(made._priced) <= max(8, len(held))
 
 
 def test_items_that_differ_on_a_path_have_other_plans() -> None:

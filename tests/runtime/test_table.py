@@ -118,7 +118,7 @@ def test_the_declaration_of_two_paths() -> None:
     assert found.path_buffer_keys("local") == ("tiles",)
     assert [(path.min_token_budget, path.allow_zero_tokens) for path in found.paths.values()] == [(None, False), (4, True)]
     assert found.capture_axes == ()
-    assert found.select_axis_keys is None
+    assert found.axis_keys_of_frames is None
 
 
 @pytest.mark.parametrize(

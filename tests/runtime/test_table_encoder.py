@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 import weakref
@@ -30,9 +31,10 @@ from tests.runtime.toys import (
     twin_request,
     twin_table,
 )
+from vit_compile.backend.roles import Role
 from vit_compile.errors import GridError, InputError, ProtocolError
 from vit_compile.runtime.protocol import SupportsDirectFill, SupportsEncoderCudaGraph, SupportsPaddingTrial
-from vit_compile.runtime.table import EncoderTable, ItemSize
+from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize
 from vit_compile.runtime.table_encoder import ALL_SEGMENTS, TableEncoder
 
 CPU = torch.device("cpu")
@@ -394,6 +396,40 @@ def test_a_trial_has_whole_items(make: Any, path: str, tokens: int, real: int, r
     assert not torch.equal(data[:rows], seen[0][:rows])
 
 
+class ScaledTags(toys.TwinTable):
+    """The coarse path has metadata too, and there is none for items without tags."""
+
+    def __init__(self, tower: toys.TwinTower) -> None:
+        super().__init__(tower)
+        coarse = self.paths["coarse"]
+        buffers = {**coarse.buffers, "scale": Buffer(role=Role.ROWS, shape=(1,))}
+        self.paths = {**self.paths, "coarse": dataclasses.replace(coarse, buffers=buffers)}
+
+    def item_metadata(self, key: Any, path: str) -> Mapping[str, torch.Tensor]:
+        if path == "fine":
+            return super().item_metadata(key, path)
+        assert key[3] > 0, "asked for an item that is not on the path"
+        return {"scale": torch.arange(1.0, key[3] + 1)[:, None]}
+
+    def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
+        if path == "coarse":
+            values = {"tags": values["tags"] * values["scale"]}
+        return super().forward(path, values)
+
+
+def test_metadata_is_asked_only_for_items_on_the_path() -> None:
+    """Items that have nothing on a path leave no trace in its buffers, captured or not."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        table = ScaledTags(toys.TwinTower().eval())
+    request = twin_request(TWINS)
+    scales = torch.tensor([float(n + 1) for *_, tags in TWINS for n in range(tags)])
+    want = twin_reference(table, {**request, "tag_values": request["tag_values"] * scales[:, None]})
+    for made in (manager(table), captured(table, token_budgets=(8, 16), packing="greedy")):
+        assert largest_difference(made.execute(request), want) < 1e-5
+    assert made.snapshot()["miss_reasons"] == {}
+
+
 # --- data buffers ----------------------------------------------------------------------------------------------------
 
 
@@ -411,6 +447,10 @@ def test_data_buffers_are_shared_and_go_with_the_last_graph() -> None:
     assert made.fill_encoder_cudagraph_buffers(small.state, MIXED, [0], "main")
     another = capture_inputs(made, tokens=4)
     assert another.values["pixels"].data_ptr() == small.values["pixels"].data_ptr()
+    del another
+    gc.collect()
+    another = capture_inputs(made, tokens=4)
+    assert another.values["pixels"].data_ptr() == small.values["pixels"].data_ptr(), "whichever graph is left"
     del small, another
     gc.collect()
     assert kept() is None
@@ -526,8 +566,7 @@ def test_every_number_of_segments_has_the_tightest_graph(capacities: tuple[int, 
     keys = [(key,) for key in declared.capture_axes[0]] if capacities else [()]
     reachable = {key for key in keys if declared.is_reachable("main", 16, key, most, frames)}
     for segments in range(1, limit + 1):
-        specs = made.get_encoder_cudagraph_item_specs(packed_request([(1, 2, 2)] * segments))
-        key = () if declared.select_axis_keys is None else declared.select_axis_keys(specs, "main")
+        key = () if declared.axis_keys_of_frames is None else declared.axis_keys_of_frames(segments, "main")
         used.add(key)
         assert key in reachable
         inputs = made.prepare_encoder_cudagraph_capture_inputs(64, most, frames, CPU, torch.float32, "main", key)
@@ -538,10 +577,19 @@ def test_every_number_of_segments_has_the_tightest_graph(capacities: tuple[int, 
 
 def test_frames_are_segments() -> None:
     """Clips count by their frames when a graph is chosen."""
-    made = encoder(packed_table(segment_capacities=(2, 5)))
-    specs = made.get_encoder_cudagraph_item_specs(packed_request([(1, 2, 2)], [(3, 2, 2), (4, 2, 2)]))
-    chosen = [made._select_segments([specs[i] for i in indices], "main") for indices in ([0], [1], [0, 1], [1, 2])]
-    assert chosen == [(2,), (5,), (5,), (ALL_SEGMENTS,)]
+    made = captured(packed_table(segment_capacities=(2, 5)), token_budgets=(16,), max_frames_per_batch=8, packing="greedy")
+    image, short, long = (1, 2, 2), (3, 2, 2), (4, 2, 2)
+    for images, clips, key in (
+        ([image], [], "2"),
+        ([image] * 3, [], "5"),
+        ([], [short], "5"),
+        ([image], [long], "5"),
+        ([], [short, long], "0"),
+        ([image, image], [long], "0"),
+    ):
+        made._statistics.reset()
+        made.execute(packed_request(images, clips))
+        assert {graph["axis_keys"][0]: graph["replays"] for graph in made.snapshot()["graphs"] if graph["replays"]} == {key: 1}
 
 
 def test_paths_without_boundaries_have_no_tight_graphs() -> None:
@@ -581,6 +629,7 @@ def test_budgets_below_one_tile_are_not_captured() -> None:
     table = tiled_table()
     made = captured(table, token_budgets=(4,), packing="greedy")
     assert [(key.path, key.token_budget) for key in made._set.graphs] == [("local", 4)]
+    assert made.snapshot()["not_captured"] == [], "it was not even tried"
     request = tiled_request([(1, 1), (0, 0)])
     assert largest_difference(made.execute(request), tiled_reference(table, request)) < 1e-5
     assert made.snapshot()["miss_reasons"] == {"too-large": 2}

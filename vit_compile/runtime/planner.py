@@ -164,7 +164,8 @@ class Planner:
             return None
         axes = declared.capture_axes
         if len(keys) != len(axes) or any(key not in axis for key, axis in zip(keys, axes, strict=True)):
-            raise ProtocolError(f"the keys chosen for a batch are {keys!r}: expected one key of each of {axes!r}.")
+            chooser = "select_axis_keys" if declared.axis_keys_of_frames is None else "axis_keys_of_frames"
+            raise ProtocolError(f"{chooser} gave {keys!r}: expected one key of each of {axes!r}.")
         return tuple(keys)
 
     def price(
