@@ -231,12 +231,17 @@ def graph_memory(manager: EncoderCudaGraphManager) -> set[int]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("crops", [[(0, 0)], [(0, 0), (0, 0)], [(0, 0), (1, 2)]])
 def test_features_without_tiles_are_no_graph_memory(crops: list[tuple[int, int]], form: str) -> None:
-    """`assemble` hands the thumbnail's tokens on as a view of the graph's output; the caller still gets memory of its own."""
+    """`assemble` hands the thumbnail's tokens on as a view of the path's output, which no replay writes again."""
     manager, table = without_graphs_on((), form)
     request = toys.tiled_request(crops)
     got = check(manager, table, request)
     storages = [feature.untyped_storage().data_ptr() for feature in got]
     assert not graph_memory(manager).intersection(storages)
+    kept = [feature.clone() for feature in got]
+    for number in range(1, len(got)):
+        got[number].add_(1)
+        assert torch.equal(got[0], kept[0]), "items overlap"
+        got[number].copy_(kept[number])
     for seed in range(1, 4):
         manager.execute(toys.tiled_request(crops, seed=seed * 10))
     assert toys.largest_difference(got, toys.tiled_reference(table, request)) <= TOLERANCE

@@ -296,6 +296,7 @@ def over_rows(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         "greatest": lambda x: x / (1 + x.detach().amax(0).clamp(min=20)),
         "last row": lambda x: x + x[-1],
         "next row": lambda x: x + x.roll(-1, 0),
+        "number of rows": lambda x: x / len(x),
     }
     return functions[name]
 
@@ -321,9 +322,9 @@ def mixing_table(kind: str) -> PackedTable:
         return PackedTable(Mixing(kind).eval())
 
 
-@pytest.mark.parametrize("kind", ["mean", "softmax", "greatest", "last row", "next row"])
+@pytest.mark.parametrize("kind", ["mean", "softmax", "greatest", "last row", "next row", "number of rows"])
 def test_forwards_that_mix_rows_are_not_padded(kind: str) -> None:
-    """Garbage in the padding changes real rows, which is found at capture: no graph is held, and items run eagerly and right."""
+    """Padding, or garbage in it, changes real rows, which is found at capture: no graph is held, and items run eagerly."""
     table = mixing_table(kind)
     made = captured(table, token_budgets=(4, 16), **GREEDY)
     assert budgets(made) == []
@@ -333,7 +334,7 @@ def test_forwards_that_mix_rows_are_not_padded(kind: str) -> None:
     assert made.snapshot()["miss_reasons"] == {"padding-unsafe": 1}
 
 
-@pytest.mark.parametrize("kind", ["mean", "last row"])
+@pytest.mark.parametrize("kind", ["mean", "last row", "number of rows"])
 def test_without_the_trial_the_numbers_would_be_wrong(kind: str) -> None:
     """`verify=False` captures such a forward, and its features are clearly others: the trial is needed, and can fail."""
     table = mixing_table(kind)
@@ -392,6 +393,25 @@ def test_a_trial_that_fails_proves_nothing() -> None:
     request = packed_request([(1, 4, 4), (1, 6, 6)])
     assert largest_difference(made.execute(request), packed_reference(table, request)) < 1e-5
     assert not bool(next(iter(made._set.graphs.values())).inputs.values["pixels"][16:].any())
+
+
+@pytest.mark.parametrize("name", ["rows", "scale"])
+def test_forwards_that_write_into_their_inputs_are_not_replayed(name: str) -> None:
+    """The next batch would find what is left: the graph is refused, and items run eagerly."""
+
+    class Writing(HandWritten):
+        def encoder_cudagraph_forward(self, values: Mapping[str, Any], path: str) -> torch.Tensor:
+            output = super().encoder_cudagraph_forward(values, path)
+            if len(values["rows"]) == 8:
+                values[name].add_(1)
+            return output
+
+    model = Writing(axes=((4,),))
+    made = captured(model, **GREEDY)
+    assert budgets(made) == [32, 16, 4, 2]
+    assert reasons(made) == {8: "input-mutation"}
+    (row,) = made.snapshot()["not_captured"]
+    assert f"writes into {name}" in row["detail"]
 
 
 # --- renewal and release ---------------------------------------------------------------------------------------------

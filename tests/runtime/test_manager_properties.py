@@ -73,7 +73,8 @@ def watched(manager: EncoderCudaGraphManager) -> Any:
 
 
 def check_caps(manager: EncoderCudaGraphManager, seen: Seen) -> None:
-    """Every replay is within its graph's budget, the most items and the most frames; and what was planned was replayed."""
+    """Every replay is within its graph's budget, the most items and the most frames; what was planned was replayed; and only what
+    fits no graph runs eagerly."""
     (plan,) = seen.plans
     limits, paths = manager.ladders, tuple(manager.declaration.paths)
     assert sorted(index for batch in plan for index in batch.indices) == list(range(len(seen.specs))), "each item once"
@@ -91,6 +92,9 @@ def check_caps(manager: EncoderCudaGraphManager, seen: Seen) -> None:
                 assert choice.token_budget in limits.paths[path]
                 assert len(members) <= limits.max_items
                 assert frames <= max(limits.max_items, limits.max_frames)
+            elif isinstance(choice, Skip) and choice.code != "no-axis-key":
+                too_large = tokens > limits.paths[path][-1]
+                assert too_large or frames > max(limits.max_items, limits.max_frames), f"{choice}, but it fits"
         if len(members) > 1:
             assert len(members) <= limits.max_items, "also eager batches have limits"
             assert frames <= max(limits.max_items, limits.max_frames)

@@ -213,7 +213,7 @@ def test_keys_that_were_not_declared_are_an_error(name: str, keys: Any, by_cost:
     """Another number of keys than there are axes, or a key of none: the error shows both."""
     declaration = declare(capture_axes=(("a", "b"),), **{name: lambda sizes, path: keys})
     made = planner(keys_for(axes=("a",)), declaration=declaration, by_cost=by_cost)
-    with pytest.raises(ProtocolError, match=r"keys chosen for a batch are .*: expected one key of each of \(\('a', 'b'\),\)"):
+    with pytest.raises(ProtocolError, match=rf"{name} gave .*: expected one key of each of \(\('a', 'b'\),\)"):
         made.plan(items(2))
 
 

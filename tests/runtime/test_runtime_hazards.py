@@ -154,6 +154,22 @@ def test_hazard_03_stale_rows_become_padding_again(table: toys.PackedTable) -> N
         assert not bool(buffer.tensor[8:].any())
 
 
+def test_hazard_03_stale_rows_of_a_model_that_writes_the_contract_out() -> None:
+    """Its buffers too: zeros behind the rows after a larger call, and what the model's own rule says where it has one."""
+    model = toys.HandWritten()
+    manager = toys.captured(model, token_budgets=(16,), **GREEDY)
+    for count in (16, 3, 9, 1):
+        request = toys.written_request([count])
+        with replays() as seen:
+            got = manager.execute(request)
+        assert toys.largest_difference(got, toys.written_reference(model, request)) <= TOLERANCE
+        (graph,) = seen
+        rows, scale = graph.inputs.values["rows"], graph.inputs.values["scale"]
+        assert torch.equal(rows[:count], request["rows"])
+        assert not bool(rows[count:].any())
+        assert torch.equal(scale, torch.cat([request["scale"], torch.ones(16 - count)]))
+
+
 def test_hazard_04_boundary_tail(table: toys.PackedTable) -> None:
     """At every replay the boundaries end by repeating the last offset: no segment has a negative length."""
     manager = toys.captured(table, token_budgets=(16, 32), max_items_per_batch=6, **GREEDY)
@@ -759,7 +775,7 @@ def test_hazard_33_graphs_that_no_input_can_reach(
         for batch in itertools.combinations_with_replacement(kinds, size):
             tokens, segments = sum(spec.output_tokens for spec in batch), sum(spec.frames for spec in batch)
             if tokens <= 12 and segments <= most:
-                axes = planner.axis_keys(batch, "main")
+                axes = planner.axis_keys(batch, "main", segments)
                 assert axes is not None
                 needed.add(GraphKey("main", 4 if tokens <= 4 else 12, axes))
     # A small graph with room for more segments than it has tokens is the one exception: frames are not tied to tokens.

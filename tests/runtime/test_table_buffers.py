@@ -496,6 +496,26 @@ def test_a_trial_is_a_legal_batch(real: int, segments: int) -> None:
     assert bool((values["positions"][:real] == 0).all())
 
 
+@pytest.mark.parametrize(("real", "segments"), [(12, 4), (32, 4), (32, 1), (20, 3)])
+def test_a_trial_without_padding(real: int, segments: int) -> None:
+    """Copies of the real entries of every buffer, and the bounds of so many rows: what a batch of its own would be."""
+    made = graph(32, segments)
+    fill(made, [(24, 8)] if segments > 1 else [(32,)])
+    made.fill_for_trial(real, segments, torch.Generator().manual_seed(0))
+    values, exact = made.values(), made.unpadded_trial()
+    assert exact.keys() == values.keys()
+    assert (exact["max_seqlen"], exact["max_window"]) == (real, min(WINDOW, real))
+    for name in ("pixels", "mask", "positions", "weights"):
+        assert torch.equal(exact[name], values[name][:real]), name
+    for name in ("merged", "order"):
+        assert torch.equal(exact[name], values[name][: real // BLOCK]), name
+    for name in ("cu_seqlens", "cu_windows"):
+        assert exact[name].unique().tolist() == values[name].unique().tolist(), name
+    assert len(exact["grid"]) == len(exact["cu_seqlens"]) - 1
+    made.fill_for_trial(4, 1, torch.Generator().manual_seed(1))
+    assert not torch.equal(exact["pixels"][:4], values["pixels"][:4]), "copies stay"
+
+
 @pytest.mark.parametrize("kind", ["small", "large", "nan"])
 def test_garbage_goes_into_the_padding_of_rows_only(kind: str) -> None:
     """Real rows, boundaries, indices and per-segment entries stay; all padding of floating-point rows is garbage."""

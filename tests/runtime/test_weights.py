@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.runtime.toys import captured, largest_difference, packed_reference, packed_request, packed_table
-from vit_compile.runtime.weights import WeightWatch, modules_of, train_mode
+from tests.runtime.toys import PackedTable, captured, largest_difference, packed_reference, packed_request, packed_table
+from vit_compile.runtime.weights import WeightWatch, modules_of, tensors_of, train_mode
 from vit_compile.stats import counters
 
 
@@ -180,6 +180,44 @@ def test_modules_of_a_model() -> None:
     assert modules_of(Slotted()) == []
 
 
+def test_modules_and_tensors_in_containers() -> None:
+    """Also those in lists, tuples and dicts among the attributes of a holder; a module's own tensors are in the module."""
+    one, two, three = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+    scale, table, shift = torch.ones(1), torch.ones(2), torch.ones(3)
+
+    class Holder:
+        def __init__(self) -> None:
+            self.towers, self.by_name, self.scale = [one, "x"], {"a": two, "b": table}, scale
+            self.pair = (three, shift)
+
+    class Declares(Holder):
+        def encoder_tensors(self) -> dict[str, torch.Tensor]:
+            return {"mine": shift}
+
+    assert modules_of(Holder()) == [one, two, three]
+    found = tensors_of(Holder())
+    assert sorted(len(tensor) for tensor in found.values()) == [1, 2, 3]
+    assert all(any(tensor is known for known in (scale, table, shift)) for tensor in found.values())
+    assert tensors_of(Declares()) == {"mine": shift}
+    assert tensors_of(one) == {}
+
+
+def test_loose_tensors_are_watched() -> None:
+    """Another object under the name, another name, or new memory behind the same tensor; not values written in place."""
+    scale = torch.ones(3)
+    modules: list[nn.Module] = [tower()]
+    watch = WeightWatch(modules, {"scale": scale})
+    assert watch.is_for(modules, {"scale": scale})
+    assert not watch.changed()
+    scale.mul_(2)
+    assert not watch.changed()
+    for others in ({"scale": scale.clone()}, {"other": scale}, {}, {"scale": scale, "more": scale}):
+        assert not watch.is_for(modules, others)
+    assert not watch.is_for([tower()], {"scale": scale})
+    scale.data = torch.ones(3)
+    assert watch.changed()
+
+
 @pytest.mark.parametrize("way", ["new parameter", "data replaced", "submodule swapped", "in place"])
 def test_features_follow_the_weights(way: str) -> None:
     """A captured manager gives the features of the weights as they are now; it captures again only where they were replaced."""
@@ -230,3 +268,56 @@ def test_nothing_is_captured_in_train_mode() -> None:
     table.tower.eval()
     manager.capture()
     assert manager.is_captured()
+
+
+def test_tensors_and_nested_modules_of_an_adapter_are_watched() -> None:
+    """An adapter's own tensor, and modules in lists and dicts, count as weights: replaced ones are noticed."""
+
+    class Adapter:
+        def __init__(self) -> None:
+            self.scale = torch.ones(2)
+            self.stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
+            self.heads = {"a": nn.Linear(2, 2)}
+            self.other = 3
+
+    adapter = Adapter()
+    assert modules_of(adapter) == [*adapter.stages, adapter.heads["a"]]
+    assert list(tensors_of(adapter)) == ["scale"]
+    watch = WeightWatch(modules_of(adapter), tensors_of(adapter))
+
+    def same() -> bool:
+        return watch.is_for(modules_of(adapter), tensors_of(adapter)) and not watch.changed()
+
+    assert same()
+    adapter.scale.mul_(2)
+    assert same(), "a change in place needs nothing"
+    for change in (
+        lambda: setattr(adapter, "scale", torch.ones(2)),
+        lambda: setattr(adapter.scale, "data", torch.ones(2)),
+        lambda: adapter.stages.__setitem__(0, nn.Linear(2, 2)),
+        lambda: adapter.heads.pop("a"),
+    ):
+        watch = WeightWatch(modules_of(adapter), tensors_of(adapter))
+        assert same()
+        change()
+        assert not same()
+
+
+def test_a_replaced_tensor_of_an_adapter_is_captured_anew() -> None:
+    """The public call gives the numbers of the new tensor."""
+
+    class Scaled(PackedTable):
+        scale = torch.ones(1)
+
+        def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
+            return super().forward(path, values) * self.scale
+
+    table = Scaled(packed_table().tower)
+    table.scale = torch.full((1,), 2.0)
+    made = captured(table, packing="greedy")
+    request = packed_request([(1, 4, 4)])
+    want = packed_reference(table, request)
+    assert largest_difference(made.execute(request), [2 * w for w in want]) <= 1e-5
+    table.scale = torch.full((1,), 3.0)
+    assert largest_difference(made.execute(request), [3 * w for w in want]) <= 1e-5
+    assert made.snapshot()["recaptures"] == 1

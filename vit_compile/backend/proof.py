@@ -73,7 +73,7 @@ def prove_count(program: Program, roles: RoleTable, args: Sequence[Any], env: En
         exact = real_outputs(program, program.run(call, env), env)
         got = real_outputs(program, padded.replay_unrecorded(call, env), env)
         for index, (want, have) in enumerate(zip(exact, got, strict=True)):
-            difference = _difference(have, want)
+            difference = difference_over_tolerance(have, want)
             if not difference <= 1:
                 where = _first_step(program, call, env, padded)
                 detail = f"output {index} changes ({difference:.2g} of what is tolerated) when {real} rows are padded to"
@@ -88,7 +88,7 @@ def _first_step(program: Program, args: Sequence[Any], env: Env, padded: Capture
     padded.replay_unrecorded(args, env, wide)
     for name, values in exact.seen.items():
         for want, have in zip(values, wide.seen.get(name, values), strict=True):
-            if not _difference(have, want) <= 1:
+            if not difference_over_tolerance(have, want) <= 1:
                 return name
     return "the last step"
 
@@ -120,7 +120,7 @@ def guards_at(program: Program, roles: RoleTable, target: Env, env: Env) -> str 
     return program.table.broken_guard(tuple(env[i] if i in roles.bound_symbols else v for i, v in enumerate(target)))
 
 
-def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
+def difference_over_tolerance(got: torch.Tensor, want: torch.Tensor) -> float:
     """Largest difference over what is tolerated: of the whole by norm, of each element beside its channel's size."""
     if not (want.dtype.is_floating_point or want.dtype.is_complex):
         return 0.0 if torch.equal(got, want) else float("inf")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from vit_compile.backend.cuda import Recorder, check_recorded, reserved_bytes, unowned
-from vit_compile.backend.proof import bits_equal
+from vit_compile.backend.proof import bits_equal, difference_over_tolerance
 from vit_compile.backend.recording import record, trial
 from vit_compile.errors import ProtocolError
 from vit_compile.runtime.capture_inputs import EncoderCudaGraphCaptureInputs
@@ -165,29 +166,42 @@ class GraphSet:
             return EncoderGraph(key, self._forward, make_inputs(key), self._width, self.recorder)
 
         made = record(make, (), str(key))
-        if isinstance(made, EncoderGraph) and verify and isinstance(self._model, SupportsPaddingTrial):
-            unsafe = trial(partial(self._try_padding, self._model, made))
+        if isinstance(made, EncoderGraph) and verify:
+            unsafe = trial(partial(self._try_out, made))
+            if self.recorder is not None:
+                self.recorder.after_replay()
             return made if unsafe is None else unsafe
         return made
 
     @torch.no_grad()
+    def _try_out(self, graph: EncoderGraph) -> Skip | None:
+        """Why a graph may not be used: its forward writes into its inputs, or padding changes real rows."""
+        before = {name: value.clone() for name, value in graph.inputs.values.items() if isinstance(value, torch.Tensor)}
+        graph.replay()
+        for name, value in before.items():
+            if not bits_equal(graph.inputs.values[name], value):
+                return Skip("input-mutation", f"{graph.key}: the forward writes into {name}")
+        return self._try_padding(self._model, graph) if isinstance(self._model, SupportsPaddingTrial) else None
+
     def _try_padding(self, model: SupportsPaddingTrial, graph: EncoderGraph) -> Skip | None:
-        """Different garbage in the padding must leave every bit of the real rows alone."""
+        """Real rows must be those of a run without padding, and different garbage in it must leave every bit of them alone."""
         key, state = graph.key, graph.inputs.state
         tokens = max(1, key.token_budget // 2)
         real = model.fill_encoder_cudagraph_trial(state, key.path, tokens, None)
         want = graph.replay()[:real].clone()
+        exact = None
+        with suppress(Exception):  # a forward that does not take this size says nothing about padding
+            exact = self._forward(model.encoder_cudagraph_trial_values(state, key.path), key.path)
+        if exact is not None and (exact.shape != want.shape or not difference_over_tolerance(want, exact) <= 1):
+            return Skip("padding-unsafe", f"{key}: {real} tokens differ between a padded run and one of exactly their rows")
         try:
             for kind in ("small", "large"):
                 model.fill_encoder_cudagraph_trial(state, key.path, tokens, kind)
-                same = bits_equal(graph.replay()[:real], want)
-                if not same:
-                    break
+                if not bits_equal(graph.replay()[:real], want):
+                    return Skip("padding-unsafe", f"{key}: {kind} garbage in the padding changed real rows")
         finally:
             model.fill_encoder_cudagraph_trial(state, key.path, tokens, None)
-        if self.recorder is not None:
-            self.recorder.after_replay()
-        return None if same else Skip("padding-unsafe", f"{key}: {kind} garbage in the padding changed real rows")
+        return None
 
     @torch.no_grad()
     def time_graphs(self) -> None:

@@ -38,7 +38,7 @@ from vit_compile.runtime.protocol import SupportsDirectFill, SupportsEncoderCuda
 from vit_compile.runtime.statistics import EncoderStatistics
 from vit_compile.runtime.table import EncoderTable
 from vit_compile.runtime.table_encoder import TableEncoder
-from vit_compile.runtime.weights import WeightWatch, modules_of, train_mode
+from vit_compile.runtime.weights import WeightWatch, modules_of, tensors_of, train_mode
 from vit_compile.stats import SKIP_CODES, Skip, counters, report_skip
 
 NOT_CAPTURED = Skip("not-captured", "capture() did not run since the manager was made or cleared")
@@ -139,7 +139,7 @@ class EncoderCudaGraphManager:
             self._set.drop()
             self._set.skips.clear()
             raise
-        self._watch = WeightWatch(modules)
+        self._watch = WeightWatch(modules, tensors_of(self.model))
         self._planner = self._new_planner(eager)
         for key, graph in self._set.graphs.items():
             where = (key.path, key.token_budget, key.axis_keys)
@@ -302,7 +302,7 @@ class EncoderCudaGraphManager:
             if not self._recapture_due or train_mode(modules):
                 return self._uncaptured
         else:
-            replaced = not self._watch.is_for(modules)
+            replaced = not self._watch.is_for(modules, tensors_of(self.model))
             if train_mode(modules) if replaced else self._watch.training():
                 return Skip("train-mode", "the encoder is in train mode")
             if not replaced and not self._watch.changed():

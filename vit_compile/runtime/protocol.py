@@ -20,8 +20,8 @@ from vit_compile.runtime.item_spec import EncoderItemSpec
 class SupportsEncoderCudaGraph(Protocol):
     """The contract. `mm_kwargs` are the keyword arguments of one request, as the model's processor makes them.
 
-    Weights are watched in every `nn.Module` among the object's attributes, or in those that an `encoder_modules()` method
-    returns where there is one.
+    Weights are watched in every `nn.Module` and tensor among the object's attributes (also in lists and dicts), or in what
+    its `encoder_modules()` and `encoder_tensors()` return where there are such methods.
     """
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
@@ -139,4 +139,8 @@ class SupportsPaddingTrial(Protocol):
         Returns:
             Output tokens that are real.
         """
+        ...
+
+    def encoder_cudagraph_trial_values(self, state: Any, path: str) -> Mapping[str, Any]:
+        """What the last clean `fill_encoder_cudagraph_trial` put in, without padding: for a forward of exactly these rows."""
         ...

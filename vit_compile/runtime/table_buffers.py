@@ -19,6 +19,7 @@ from vit_compile.backend.cuda import part_of
 from vit_compile.backend.padding import PaddedBuffer
 from vit_compile.backend.roles import Role
 from vit_compile.errors import ProtocolError
+from vit_compile.runtime.inputs import same_device
 from vit_compile.runtime.table import Buffer, TablePath
 
 _ALIGNMENT = 256
@@ -108,7 +109,7 @@ class GraphBuffers:
                 buffer.pad_from(0)
         self.held: Hashable = None
         """The layout whose metadata is on the device."""
-        self._bounds = _bounds(path, self.rows)
+        self._path, self._bounds = path, _bounds(path, self.rows)
 
     def _lay_out(self, path: TablePath, data: Sequence[str], dtype: torch.dtype) -> tuple[list[_Field], int]:
         fields, offset = [], 0
@@ -191,6 +192,12 @@ class GraphBuffers:
                 fill = _random((count, *found.shape[1:]), found.dtype, generator)
                 buffer.fill((fill if found.dtype.is_floating_point else fill * 0 + found.buffer.pad).to(self.device))
 
+    def unpadded_trial(self) -> dict[str, Any]:
+        """Copies of what `fill_for_trial` put in, without any padding, and the bounds that belong to it."""
+        filled = {**self.shared.buffers, **self.metadata}
+        real = max(buffer.dirty for buffer in self.shared.buffers.values())
+        return {name: buffer.tensor[: buffer.dirty].clone() for name, buffer in filled.items()} | _bounds(self._path, real)
+
     def poison(self, kind: str, generator: torch.Generator) -> None:
         """Garbage into the padding of all row buffers, after `fill_for_trial`. Integers stay legal."""
         for buffer in (*self.shared.buffers.values(), *self.metadata.values()):
@@ -235,7 +242,9 @@ def _bounds(path: TablePath, rows: int) -> dict[str, int]:
 
 def _fits(shared: SharedRows, data: Sequence[str], rows: int, device: torch.device, dtype: torch.dtype) -> bool:
     return all(
-        name in shared.buffers and shared.buffers[name].entries >= rows and shared.buffers[name].tensor.device == device
+        name in shared.buffers
+        and shared.buffers[name].entries >= rows
+        and same_device(shared.buffers[name].tensor.device, device)
         for name in data
     )
 

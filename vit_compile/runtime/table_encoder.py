@@ -20,6 +20,7 @@ from vit_compile.runtime.inputs import check_request, check_rows
 from vit_compile.runtime.item_spec import DEFAULT_PATH, EncoderItemSpec
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize
 from vit_compile.runtime.table_buffers import GraphBuffers, Layouts, SharedRows, Slices, exact_values
+from vit_compile.runtime.weights import modules_of, tensors_of
 
 ALL_SEGMENTS = 0
 """The key of the segment axis that stands for as many as a batch may have."""
@@ -77,7 +78,11 @@ class TableEncoder:
 
     def encoder_modules(self) -> list[nn.Module]:
         """Modules whose weights the graphs read."""
-        return [value for value in vars(self.table).values() if isinstance(value, nn.Module)]
+        return modules_of(self.table)
+
+    def encoder_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Further tensors that the graphs read."""
+        return tensors_of(self.table)
 
     # --- declaration -------------------------------------------------------------------------------------------------
 
@@ -273,6 +278,11 @@ class TableEncoder:
         if kind is not None:
             buffers.poison(kind, generator)
         return real * declared.tokens_per_row // step
+
+    def encoder_cudagraph_trial_values(self, state: Any, path: str) -> Mapping[str, Any]:
+        """See `SupportsPaddingTrial`."""
+        buffers: GraphBuffers = state.buffers
+        return buffers.unpadded_trial()
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: Mapping[str, Any], path: str, axis_keys: AxisKeys

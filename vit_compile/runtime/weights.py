@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,28 @@ def modules_of(model: Any) -> list[nn.Module]:
         return list(declared())
     if isinstance(model, nn.Module):
         return [model]
-    return [value for value in vars(model).values() if isinstance(value, nn.Module)] if hasattr(model, "__dict__") else []
+    return [value for _, value in _held(model) if isinstance(value, nn.Module)]
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    """Tensors among the attributes of a model that is no module itself, or what its `encoder_tensors()` says."""
+    declared = getattr(model, "encoder_tensors", None)
+    if callable(declared):
+        return dict(declared())
+    if isinstance(model, nn.Module):
+        return {}
+    return {name: value for name, value in _held(model) if isinstance(value, torch.Tensor)}
+
+
+def _held(model: Any) -> Iterator[tuple[str, Any]]:
+    """Attributes of an object, and what lies in lists, tuples and dicts among them."""
+    for name, value in getattr(model, "__dict__", {}).items():
+        if isinstance(value, list | tuple):
+            yield from ((f"{name}.{index}", item) for index, item in enumerate(value))
+        elif isinstance(value, dict):
+            yield from ((f"{name}.{key}", item) for key, item in value.items())
+        else:
+            yield name, value
 
 
 class WeightWatch:
@@ -28,12 +49,13 @@ class WeightWatch:
     tower of 27 layers; nothing on the device is touched.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self._homes: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._values: list[Any] = []
         self._tensors: list[torch.Tensor] = []
         self._modes: list[nn.Module] = []
+        self._loose = {} if tensors is None else dict(tensors)
         self._all_homes: list[dict[str, Any]] = []
         for root in modules:
             self._modes.append(root)
@@ -46,6 +68,7 @@ class WeightWatch:
                         self._values.append(value)
                         if isinstance(value, torch.Tensor):
                             self._tensors.append(value)
+        self._tensors += self._loose.values()
         self._lengths = list(map(len, self._all_homes))
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
 
@@ -62,9 +85,14 @@ class WeightWatch:
             or list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers
         )
 
-    def is_for(self, modules: list[nn.Module]) -> bool:
-        """Was it made for these very modules?"""
-        return self._modes == modules
+    def is_for(self, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor] | None = None) -> bool:
+        """Was it made for these very modules and tensors?"""
+        loose = tensors or {}
+        return (
+            self._modes == modules
+            and self._loose.keys() == loose.keys()
+            and all(map(operator.is_, self._loose.values(), map(loose.get, self._loose)))
+        )
 
     def training(self) -> bool:
         """Is one of the modules (not looking at their children) in train mode?"""
