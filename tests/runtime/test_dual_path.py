@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,6 @@ class WrittenOut:
     """A tiled table as a model that writes the contract out: the manager selects items and fills the buffers."""
 
     METHODS = (
-        "get_encoder_cudagraph_config",
         "get_encoder_cudagraph_budget_range",
         "get_encoder_cudagraph_item_specs",
         "select_encoder_cudagraph_items",
@@ -43,6 +43,8 @@ class WrittenOut:
         self._encoder = TableEncoder(table, device=torch.device("cpu"), dtype=torch.float32)
         for name in self.METHODS:
             setattr(self, name, getattr(self._encoder, name))
+        declaration = dataclasses.replace(self._encoder.get_encoder_cudagraph_config(), is_reachable=None)
+        self.get_encoder_cudagraph_config = lambda: declaration
 
     def prepare_encoder_cudagraph_capture_inputs(
         self, token_budget: int, items: int, frames: int, device: torch.device, dtype: torch.dtype, path: str, axis_keys: AxisKeys
@@ -254,9 +256,10 @@ def test_a_lent_feature_without_tiles_is_graph_memory() -> None:
     assert feature.untyped_storage().data_ptr() in graph_memory(manager)
 
 
-def test_the_first_paths_output_survives_the_second_paths_replay() -> None:
+@pytest.mark.parametrize("outputs", ["copy", "borrow"])
+def test_the_first_paths_output_survives_the_second_paths_replay(outputs: str) -> None:
     """Graphs share a pool, so a replay may write over another graph's output: the first path's is put aside before."""
-    manager, table = without_graphs_on((), "table")
+    manager, table = without_graphs_on((), "table", outputs=outputs)
     real = EncoderGraph.replay
 
     def replay(self: EncoderGraph) -> torch.Tensor:

@@ -147,6 +147,8 @@ def test_hazard_03_unwritten_rows(table: toys.PackedTable) -> None:
 def test_hazard_03_stale_rows_become_padding_again(table: toys.PackedTable) -> None:
     """After a large call a small one finds zeros behind its rows, as far as the large one wrote."""
     manager = toys.captured(table, token_budgets=(16,), **GREEDY)
+    for buffer in row_buffers(manager):
+        assert not bool(buffer.tensor[buffer.dirty :].any()), "the garbage of the trial at capture is still there"
     check(manager, table, toys.packed_request([(1, 8, 8)]))
     check(manager, table, toys.packed_request([(1, 2, 4)]))
     for buffer in row_buffers(manager):
@@ -789,6 +791,8 @@ def test_hazard_33_budgets_below_one_tile() -> None:
     table = toys.tiled_table()
     manager = toys.captured(table, path_token_budgets={"global": (4, 12), "local": (2, 3, 8)}, **GREEDY)
     assert [(graph.path, graph.token_budget) for graph in manager.graphs()] == [("global", 12), ("local", 8)]
+    assert manager.get_num_graphs_to_capture() == 2
+    assert manager.snapshot()["not_captured"] == []
     request = toys.tiled_request([(1, 1), (0, 0)])
     assert toys.largest_difference(manager.execute(request), toys.tiled_reference(table, request)) <= TOLERANCE
     assert misses(manager) == {}

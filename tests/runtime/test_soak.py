@@ -15,6 +15,7 @@ from tests.runtime import toys
 from vit_compile.errors import InputError
 from vit_compile.runtime import planner as planner_module
 from vit_compile.runtime import table_encoder as encoder_module
+from vit_compile.runtime import table_items as items_module
 from vit_compile.runtime.manager import EncoderCudaGraphManager
 from vit_compile.runtime.table_buffers import Layouts
 
@@ -146,8 +147,9 @@ def check_caches(manager: EncoderCudaGraphManager, distinct: int) -> None:
 def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """More layouts than the caches hold: they stay at their bounds, and features stay right."""
     monkeypatch.setattr(planner_module, "_CACHED_PLANS", 16)
-    monkeypatch.setattr(encoder_module, "_CACHED_KEYS", 4)
-    monkeypatch.setattr(encoder_module, "CACHED_METADATA_BYTES", 1500)
+    monkeypatch.setattr(encoder_module, "CACHED_KEYS", 4)
+    monkeypatch.setattr(items_module, "CACHED_KEYS", 4)
+    monkeypatch.setattr(items_module, "CACHED_METADATA_BYTES", 1500)
     rng = random.Random(1)
     table = small_table()
     manager = toys.captured(table, token_budgets=(4, 16), max_items_per_batch=4, packing="greedy", verify=False)

@@ -679,3 +679,60 @@ def test_compiled_forwards_give_the_same_features() -> None:
         request = twin_request(keys)
         assert largest_difference(made.execute(request), twin_reference(table, request)) < 1e-5
     assert made.snapshot()["miss_reasons"] == {}
+
+
+def test_metadata_is_the_encoders_once_it_is_given() -> None:
+    """An adapter that writes into its own tensors later changes nothing that is kept."""
+    mine = {}
+
+    class Keeping(PackedTable):
+        def item_metadata(self, key: Any, path: str) -> Mapping[str, torch.Tensor]:
+            mine[key] = dict(super().item_metadata(key, path))
+            return mine[key]
+
+    keeping = Keeping(packed_table().tower)
+    made = captured(keeping, token_budgets=(4, 16), packing="greedy")
+    request = packed_request([(1, 2, 4)])
+    want = packed_reference(keeping, request)
+    assert largest_difference(made.execute(request), want) < 1e-5
+    mine[1, 2, 4]["positions"].zero_()
+    made.execute(packed_request([(1, 4, 4)]))
+    assert largest_difference(made.execute(packed_request([(1, 2, 4), (1, 2, 2)]))[:1], want) < 1e-5
+
+
+def test_metadata_that_would_lose_precision_is_an_error() -> None:
+    """Interpolation weights in float32 and a bfloat16 encoder: the buffer needs a dtype of its own."""
+
+    class Weighted(PackedTable):
+        def __init__(self, dtype: torch.dtype | None) -> None:
+            super().__init__(packed_table().tower.to(torch.bfloat16))
+            path = self.paths["main"]
+            self.paths = {
+                "main": dataclasses.replace(path, buffers={**path.buffers, "weights": Buffer(role=Role.ROWS, dtype=dtype)})
+            }
+
+        def item_metadata(self, key: Any, path: str) -> Mapping[str, torch.Tensor]:
+            return {**super().item_metadata(key, path), "weights": torch.rand(key[0] * key[1] * key[2])}
+
+    fine, lossy = (TableEncoder(Weighted(dtype), device=CPU, dtype=torch.bfloat16) for dtype in (torch.float32, None))
+    assert fine._metadata((1, 2, 2), "main")["weights"].dtype == torch.float32
+    with pytest.raises(ProtocolError, match="its buffer torch"):
+        lossy._metadata((1, 2, 2), "main")
+
+
+@pytest.mark.parametrize("entries", [0, 1, 3])
+def test_per_segment_metadata_has_an_entry_for_each_segment(entries: int) -> None:
+    """One too few or too many would move those of the items behind."""
+
+    class Odd(PackedTable):
+        def __init__(self) -> None:
+            super().__init__(packed_table().tower)
+            path = self.paths["main"]
+            segment = Buffer(role=Role.PER_SEGMENT, dtype=torch.int64)
+            self.paths = {"main": dataclasses.replace(path, buffers={**path.buffers, "sizes": segment})}
+
+        def item_metadata(self, key: Any, path: str) -> Mapping[str, torch.Tensor]:
+            return {**super().item_metadata(key, path), "sizes": torch.zeros(entries, dtype=torch.int64)}
+
+    with pytest.raises(ProtocolError, match=f"'sizes' has {entries} entries: expected one for each of 2 segments"):
+        TableEncoder(Odd(), device=CPU, dtype=torch.float32)._metadata((2, 2, 2), "main")

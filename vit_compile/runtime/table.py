@@ -59,6 +59,10 @@ class Buffer:
             raise ProtocolError(f"rows_per_entry={self.rows_per_entry}: expected a positive integer.")
         if self.role is not Role.BOUNDARIES and (self.bound or self.longest):
             raise ProtocolError("bound and longest are about boundaries.")
+        if self.role in (Role.ROWS, Role.INDEX) and self.capacity is not None:
+            raise ProtocolError("capacity is about boundaries and per-segment buffers; others have room for the graph's rows.")
+        if self.role in (Role.BOUNDARIES, Role.INDEX) and self.pad:
+            raise ProtocolError("boundaries repeat their last offset and an index goes on as identity: they take no pad.")
         whole = self.dtype is not None and not (self.dtype.is_floating_point or self.dtype.is_complex)
         if self.role in (Role.BOUNDARIES, Role.INDEX) and not whole:
             raise ProtocolError(f"dtype={self.dtype}: boundaries and indices are integers, torch.int32 or torch.int64.")
