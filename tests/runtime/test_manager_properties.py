@@ -77,6 +77,7 @@ def check_caps(manager: EncoderCudaGraphManager, seen: Seen) -> None:
     fits no graph runs eagerly."""
     (plan,) = seen.plans
     limits, paths = manager.ladders, tuple(manager.declaration.paths)
+    most_frames = limits.max_frames or limits.max_items
     assert sorted(index for batch in plan for index in batch.indices) == list(range(len(seen.specs))), "each item once"
     expected = []
     for batch in plan:
@@ -91,13 +92,14 @@ def check_caps(manager: EncoderCudaGraphManager, seen: Seen) -> None:
                 assert 0 < tokens <= choice.token_budget
                 assert choice.token_budget in limits.paths[path]
                 assert len(members) <= limits.max_items
-                assert frames <= max(limits.max_items, limits.max_frames)
+                assert frames <= most_frames
+                assert limits.max_frames or frames == len(members), "no clips"
             elif isinstance(choice, Skip) and choice.code != "no-axis-key":
-                too_large = tokens > limits.paths[path][-1]
-                assert too_large or frames > max(limits.max_items, limits.max_frames), f"{choice}, but it fits"
+                clip = not limits.max_frames and frames > len(members)
+                assert tokens > limits.paths[path][-1] or frames > most_frames or clip, f"{choice}, but it fits"
         if len(members) > 1:
             assert len(members) <= limits.max_items, "also eager batches have limits"
-            assert frames <= max(limits.max_items, limits.max_frames)
+            assert frames <= most_frames
     assert seen.replays == expected
 
 
@@ -318,14 +320,22 @@ def priced(draw: st.DrawFn) -> tuple[Any, ...]:
     """A declaration, ladders, graphs with made-up times (some missing), times of eager runs (or none), and items."""
     names = ("main", "side")[: draw(st.integers(1, 2))]
     paths = {name: EncoderPathConfig(allow_zero_tokens=name == "side") for name in names}
-    keyed = draw(st.booleans())
+    axis: dict[str, Any] = draw(
+        st.sampled_from(
+            [
+                {},
+                {"select_axis_keys": lambda specs, path: ("few" if len(specs) < 3 else "many",)},
+                {"axis_keys_of_frames": lambda frames, path: ("few" if frames < 4 else "many",)},
+            ]
+        )
+    )
     declaration = EncoderCudaGraphConfig(
         modalities=("image",),
         buffer_keys=("x",),
         out_hidden_size=1,
         paths=paths,
-        capture_axes=(("few", "many"),) if keyed else (),
-        select_axis_keys=(lambda specs, path: ("few" if len(specs) < 3 else "many",)) if keyed else None,
+        capture_axes=(("few", "many"),) if axis else (),
+        **axis,
     )
     steps = {name: draw(ladders(40)) for name in names}
     ms = st.floats(0.01, 10)
@@ -333,7 +343,7 @@ def priced(draw: st.DrawFn) -> tuple[Any, ...]:
         GraphKey(name, step, axes): draw(ms)
         for name in names
         for step in steps[name]
-        for axes in ((("few",), ("many",)) if keyed else ((),))
+        for axes in ((("few",), ("many",)) if axis else ((),))
         if draw(st.integers(0, 4))
     }
     eager = {name: EagerCost(draw(ms), draw(st.floats(0, 1))) for name in names} if draw(st.booleans()) else {}

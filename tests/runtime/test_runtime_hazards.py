@@ -770,13 +770,13 @@ def test_hazard_33_graphs_that_no_input_can_reach(
     )
     planner = manager._planner
     assert planner is not None
-    most = max(items, frames)
+    most = frames or items
     kinds = [EncoderItemSpec(4 * tokens, tokens, None, count) for tokens in (1, 4, 12) for count in range(1, tokens + 1)]
     needed = set()
     for size in range(1, items + 1):
         for batch in itertools.combinations_with_replacement(kinds, size):
             tokens, segments = sum(spec.output_tokens for spec in batch), sum(spec.frames for spec in batch)
-            if tokens <= 12 and segments <= most:
+            if tokens <= 12 and segments <= most and (frames or segments == size):
                 axes = planner.axis_keys(batch, "main", segments)
                 assert axes is not None
                 needed.add(GraphKey("main", 4 if tokens <= 4 else 12, axes))
@@ -902,7 +902,7 @@ def test_hazard_36_counts_and_reasons() -> None:
         manager.execute(toys.twin_request(keys))
         asked += sum(1 + (key[3] > 0) for key in keys)
         for t, h, w, tags in keys:
-            many = t > manager.ladders.max_items
+            many = t > manager.ladders.max_frames
             expected["too-many-frames"] += many * (1 + (tags > 0))
             expected["too-large"] += (not many) * ((t * h * w // 4 > 8) + (tags * toys.TAG_TOKENS > 8))
     snapshot = manager.snapshot()

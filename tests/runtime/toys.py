@@ -294,7 +294,7 @@ class TwinTable(EncoderTable):
     def __init__(self, tower: TwinTower, token_range: tuple[int, int] = (4, 32), **kwargs: Any) -> None:
         self.tower = tower
         super().__init__(
-            modalities={"image": Modality(data={"pixels": "pixel_values", "tags": "tag_values"}, per_item=("grids", "tags"))},
+            modalities={"video": Modality(data={"pixels": "pixel_values", "tags": "tag_values"}, per_item=("grids", "tags"))},
             paths={
                 "fine": TablePath(
                     buffers={
@@ -322,7 +322,7 @@ class TwinTable(EncoderTable):
             },
             out_hidden_size=WIDTH,
             token_range=token_range,
-            **{"segment_capacities": (1, 3), **kwargs},
+            **{"segment_capacities": (1, 3), "max_frames_per_video": 4, **kwargs},
         )
 
     def item_keys(self, modality: str, inputs: Mapping[str, Any]) -> Sequence[Hashable]:

@@ -99,6 +99,11 @@ class PackedGridTable(EncoderTable):
         t, h, w = key
         return ItemSize(rows=t * h * w, tokens=t * h * w // self.merge**2, frames=t)
 
+    def example_key(self, tokens: int) -> Hashable:
+        """About square."""
+        height = max(1, int(tokens**0.5))
+        return (1, height * self.merge, tokens // height * self.merge)
+
     def item_metadata(self, key: Any, path: str) -> Mapping[str, torch.Tensor]:
         """What the tower would compute from the grid."""
         return {name: value for name, value in vision_metadata(self.tower, [key]).items() if isinstance(value, torch.Tensor)}

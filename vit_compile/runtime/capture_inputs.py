@@ -28,6 +28,9 @@ class EncoderCudaGraphCaptureInputs:
     nbytes: int = 0
     """Bytes of the buffers that belong to this capture alone."""
 
+    output_tokens: int | None = None
+    """Tokens that the forward returns for these inputs. None: not known; at least those of any batch."""
+
 
 @dataclass(slots=True)
 class EncoderCudaGraphReplayBuffers:

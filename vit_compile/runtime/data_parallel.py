@@ -84,7 +84,7 @@ class DataParallel:
     def execute(self, sizes: Sequence[int], run_local: Callable[[Sequence[int]], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Features of every item, from all ranks. Every rank calls this with the same sizes.
 
-        A request without items is answered at once; a group of one rank answers by itself, with what `run_local` returned.
+        A group of one rank answers by itself, with what `run_local` returned.
 
         Args:
             sizes: `EncoderItemSpec.input_size` of each item.
@@ -105,11 +105,19 @@ class DataParallel:
             raise CaptureError("DataParallel.execute was called while a CUDA graph is captured: collectives stay outside.")
         with self._lock:
             self._calls += 1
-            if len(sizes) == 0:
-                return []
             if self.size == 1:
+                if len(sizes) == 0:
+                    return []
                 return self._checked(run_local(list(range(len(sizes)))), len(sizes))
             return self._execute_together(sizes, run_local)
+
+    def report_failure(self) -> None:
+        """Tell the other ranks that this one cannot even begin a call that they make: they raise, and stay in step."""
+        with self._lock:
+            self._calls += 1
+            if self.size > 1:
+                with suppress(Exception):  # the caller's own failure says more than a broken connection
+                    self._exchange([_FAILED, self._calls], _FACTS + _SLOTS)
 
     def _execute_together(
         self, sizes: Sequence[int], run_local: Callable[[Sequence[int]], Sequence[torch.Tensor]]

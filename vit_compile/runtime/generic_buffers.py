@@ -47,5 +47,6 @@ class GenericBuffers:
             if logic is not None:
                 logic(buffer.tensor, values[key])
             else:
+                buffer.dirty = -1  # graphs may share the memory, so what is behind the values is anybody's
                 buffer.fill(values[key])
         return True

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,6 +87,9 @@ class EncoderGraph:
         if not isinstance(output, torch.Tensor) or output.dim() != 2 or output.shape[1] != self._width:
             found = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
             raise ProtocolError(f"encoder_cudagraph_forward gave {found}: expected a tensor [tokens, {self._width}].")
+        expected = self.inputs.output_tokens
+        if expected is not None and output.shape[0] != expected:
+            raise ProtocolError(f"encoder_cudagraph_forward gave {output.shape[0]} tokens: expected {expected}.")
         return output
 
     def replay(self) -> torch.Tensor:
@@ -176,24 +178,24 @@ class GraphSet:
     @torch.no_grad()
     def _try_out(self, graph: EncoderGraph) -> Skip | None:
         """Why a graph may not be used: its forward writes into its inputs, or padding changes real rows."""
-        before = {name: value.clone() for name, value in graph.inputs.values.items() if isinstance(value, torch.Tensor)}
-        graph.replay()
-        for name, value in before.items():
-            if not bits_equal(graph.inputs.values[name], value):
-                return Skip("input-mutation", f"{graph.key}: the forward writes into {name}")
-        return self._try_padding(self._model, graph) if isinstance(self._model, SupportsPaddingTrial) else None
+        written = _written(graph)
+        if written is not None or not isinstance(self._model, SupportsPaddingTrial):
+            return written
+        return self._try_padding(self._model, graph)
 
     def _try_padding(self, model: SupportsPaddingTrial, graph: EncoderGraph) -> Skip | None:
-        """Real rows must be those of a run without padding, and different garbage in it must leave every bit of them alone."""
+        """Real rows must be those of each item alone, and different garbage in the padding must leave every bit of them."""
         key, state = graph.key, graph.inputs.state
         tokens = max(1, key.token_budget // 2)
         real = model.fill_encoder_cudagraph_trial(state, key.path, tokens, None)
+        written = _written(graph)  # with data: multiplying zeros in place does not show
+        if written is not None:
+            return written
+        model.fill_encoder_cudagraph_trial(state, key.path, tokens, None)
         want = graph.replay()[:real].clone()
-        exact = None
-        with suppress(Exception):  # a forward that does not take this size says nothing about padding
-            exact = self._forward(model.encoder_cudagraph_trial_values(state, key.path), key.path)
-        if exact is not None and (exact.shape != want.shape or not difference_over_tolerance(want, exact) <= 1):
-            return Skip("padding-unsafe", f"{key}: {real} tokens differ between a padded run and one of exactly their rows")
+        alone = self._alone(model.encoder_cudagraph_trial_values(state, key.path), key.path)
+        if alone is not None and (alone.shape != want.shape or not difference_over_tolerance(want, alone) <= 1):
+            return Skip("padding-unsafe", f"{key}: {real} tokens differ between a padded run and one of each item alone")
         try:
             for kind in ("small", "large"):
                 model.fill_encoder_cudagraph_trial(state, key.path, tokens, kind)
@@ -202,6 +204,13 @@ class GraphSet:
         finally:
             model.fill_encoder_cudagraph_trial(state, key.path, tokens, None)
         return None
+
+    def _alone(self, items: Sequence[Mapping[str, Any]], path: str) -> torch.Tensor | None:
+        """Features of the items, each by itself and without padding; None where the forward takes no such size."""
+        try:
+            return torch.cat([self._forward(values, path).clone() for values in items]) if items else None
+        except Exception:  # it says nothing about padding
+            return None
 
     @torch.no_grad()
     def time_graphs(self) -> None:
@@ -218,6 +227,16 @@ class GraphSet:
         self.graphs.clear()
         if self.recorder is not None:
             self.recorder.abandon_pool()
+
+
+def _written(graph: EncoderGraph) -> Skip | None:
+    """The first of its inputs that a replay changes."""
+    before = {name: value.clone() for name, value in graph.inputs.values.items() if isinstance(value, torch.Tensor)}
+    graph.replay()
+    for name, value in before.items():
+        if not bits_equal(graph.inputs.values[name], value):
+            return Skip("input-mutation", f"{graph.key}: the forward writes into {name}")
+    return None
 
 
 def median_ms(function: Callable[[], object], device: torch.device, runs: int = TIMED_RUNS) -> float:

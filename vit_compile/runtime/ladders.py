@@ -154,7 +154,7 @@ def _too_many_items(items: int, budget: int, which: str) -> BudgetError:
 
 
 def _max_frames(config: EncoderConfig, declaration: EncoderCudaGraphConfig, items: int) -> int:
-    if "video" not in declaration.modalities or not declaration.max_frames_per_video:
+    if set(declaration.modalities) <= {"image"} or not declaration.max_frames_per_video:
         return 0
     if config.max_frames_per_batch is not None:
         return config.max_frames_per_batch

@@ -2,7 +2,7 @@
 
 Guarantees:
 - features come back in input order, in memory that no later call touches (`outputs="copy"`);
-- what has no graph runs eagerly, alone, and is counted with a reason; its neighbours replay;
+- what has no graph runs eagerly and is counted with a reason, while its neighbours replay;
 - a call is checked before any work; after an error the manager is as it was;
 - any thread may call any method; a replay runs on the caller's stream, ordered after the one before;
 - no call waits for the device, if sizes come from the host and data from the device (data in pinned host memory is waited for).
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vit_compile.errors import InputError, ModalityError, ProtocolError, SkipError
+from vit_compile.errors import InputError, ModalityError, OptionError, ProtocolError, SkipError
 from vit_compile.runtime.capture_inputs import BudgetGraphMetadata, EncoderCudaGraphCaptureInputs
 from vit_compile.runtime.config import EncoderConfig
 from vit_compile.runtime.data_parallel import DataParallel
@@ -39,7 +39,7 @@ from vit_compile.runtime.statistics import EncoderStatistics
 from vit_compile.runtime.table import EncoderTable
 from vit_compile.runtime.table_encoder import TableEncoder
 from vit_compile.runtime.weights import WeightWatch, modules_of, tensors_of, train_mode
-from vit_compile.stats import SKIP_CODES, Skip, counters, report_skip
+from vit_compile.stats import SKIP_CODES, Skip, counters, logger, report_skip
 
 NOT_CAPTURED = Skip("not-captured", "capture() did not run since the manager was made or cleared")
 
@@ -51,7 +51,8 @@ class EncoderCudaGraphManager:
         model: a `SupportsEncoderCudaGraph`, or an `EncoderTable`.
         config: None means all defaults.
         device: where the encoder runs.
-        dtype: of its buffers; inputs of another dtype are converted only where that loses nothing.
+        dtype: of its buffers; inputs of another dtype are converted only where that loses nothing. With a group also of the
+            features.
         group: a process group over whose ranks the items of each call are spread. Every rank calls `execute` with the same
             request. None: this process alone.
 
@@ -71,8 +72,12 @@ class EncoderCudaGraphManager:
         dtype: torch.dtype,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.device, self.dtype = torch.device(device), dtype
+        self.device, self.dtype = _usable(device, dtype), dtype
         self.config = EncoderConfig() if config is None else config
+        if not isinstance(self.config, EncoderConfig):
+            raise OptionError(
+                f"config is {type(config).__name__}: expected an EncoderConfig; EncoderConfig.from_dict takes dicts."
+            )
         self.model = TableEncoder(model, device=self.device, dtype=dtype) if isinstance(model, EncoderTable) else _checked(model)
         self.declaration = self.model.get_encoder_cudagraph_config()
         self.ladders = resolve(self.config, self.declaration, self.model.get_encoder_cudagraph_budget_range())
@@ -115,6 +120,8 @@ class EncoderCudaGraphManager:
 
     def _capture(self, progress: bool) -> None:
         modules = modules_of(self.model)
+        if not modules:
+            logger.warning("no torch module found in %s: replaced weights will not be noticed", type(self.model).__name__)
         training = train_mode(modules)
         if training is not None:
             self._uncaptured = Skip("train-mode", f"{training} is in train mode; call eval() before capture()")
@@ -214,6 +221,8 @@ class EncoderCudaGraphManager:
                 self._set.skips.clear()
                 if self._set.recorder is not None:
                     torch.cuda.empty_cache()
+            if self._direct is not None:
+                self._direct.forget_encoder_metadata()  # it may depend on weights that are replaced
             self._planner, self._watch, self._uncaptured = None, None, NOT_CAPTURED
             self._recapture_due = False
             self._idle_planner = self._new_planner()
@@ -221,7 +230,11 @@ class EncoderCudaGraphManager:
 
     def __enter__(self) -> EncoderCudaGraphManager:
         """Captures."""
-        self.capture()
+        try:
+            self.capture()
+        except BaseException:
+            self.clear()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -250,22 +263,41 @@ class EncoderCudaGraphManager:
             SkipError: something would run eagerly, and `strict=True`.
             ParallelError: another rank of the group failed.
         """
+        started = time.perf_counter()
+        try:
+            request, specs = self._parsed(mm_kwargs)
+        except BaseException:
+            if self._parallel is not None:
+                self._parallel.report_failure()
+            raise
+        if self._parallel is None:
+            mine: Sequence[int] = range(len(specs))
+            features = self._local(request, specs, mine)
+        else:  # also without items: every rank counts its calls, so that one that fell behind is noticed
+            taken: list[int] = []
+
+            def run_local(indices: Sequence[int]) -> list[torch.Tensor]:
+                taken[:] = indices
+                return self._local(request, specs, indices)
+
+            features = self._parallel.execute([spec.input_size for spec in specs], run_local)
+            mine = taken
+        if specs:
+            self._statistics.finished(len(mine), time.perf_counter() - started)
+        return features
+
+    def _parsed(self, mm_kwargs: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[EncoderItemSpec]]:
+        """The request, checked, and the sizes of its items."""
         if self.declaration.refusal is not None:
             raise ModalityError(f"this model is not served: {self.declaration.refusal}")
         if not isinstance(mm_kwargs, Mapping):
             raise InputError(f"the request is {type(mm_kwargs).__name__}: expected a dict of inputs by name.")
-        started = time.perf_counter()
         with self._lock:
             request = mm_kwargs if self._direct is None else self._direct.parse_encoder_request(mm_kwargs)
             specs = self.model.get_encoder_cudagraph_item_specs(request)
-        if self._parallel is None:
-            features = self._local(request, specs, range(len(specs)))
-        else:  # also without items: every rank counts its calls, so that one that fell behind is noticed
-            sizes = [spec.input_size for spec in specs]
-            features = self._parallel.execute(sizes, lambda indices: self._local(request, specs, indices))
-        if specs:
-            self._statistics.finished(len(specs), time.perf_counter() - started)
-        return features
+        if not isinstance(specs, Sequence):
+            raise ProtocolError(f"get_encoder_cudagraph_item_specs gave {type(specs).__name__}: expected a list.")
+        return request, specs
 
     def _local(self, request: Mapping[str, Any], specs: Sequence[EncoderItemSpec], indices: Sequence[int]) -> list[torch.Tensor]:
         """Features of these items, in their order, from this process's graphs."""
@@ -310,8 +342,9 @@ class EncoderCudaGraphManager:
             self.clear()
             self._statistics.recaptured()
             counters.add("recaptures")
-        self._recapture_due = False
+        self._recapture_due = True
         self._capture(progress=False)
+        self._recapture_due = False
         if self._planner is None:
             self._recapture_due = True  # a part is in train mode, as new layers are at first
             return self._uncaptured
@@ -350,8 +383,10 @@ class EncoderCudaGraphManager:
             items = sum(member.tokens_on(path) > 0 for member in members)
             skip = reason if reason is not None else choice
             if isinstance(skip, GraphKey):
-                graph = self._set.graphs[skip]
-                if self._fill(graph, request, selected, indices):
+                graph = self._set.graphs.get(skip)
+                if graph is None:  # an adapter's method dropped the graphs in the middle of the call
+                    skip = NOT_CAPTURED
+                elif self._fill(graph, request, selected, indices):
                     output = graph.replay()
                     if output.shape[0] < tokens:
                         raise ProtocolError(f"the graph {graph.label} gave {output.shape[0]} tokens for {tokens}.")
@@ -359,7 +394,8 @@ class EncoderCudaGraphManager:
                     # The next replay, of whichever graph, may overwrite it.
                     outputs[path] = output[:tokens] if borrow else output[:tokens].clone()
                     continue
-                skip = Skip("too-many-segments", f"{graph.label}: {items} items, {tokens} tokens")
+                else:
+                    skip = Skip("too-many-segments", f"{graph.label}: {items} items, {tokens} tokens")
                 if self.config.strict:
                     raise SkipError(f"{skip} ({SKIP_CODES[skip.code]}; strict=True)")
             if selected is None:
@@ -372,6 +408,8 @@ class EncoderCudaGraphManager:
         else:
             assert selected is not None, "selected above for models that do not fill directly"
             features = self.model.postprocess_encoder_output(outputs, members, selected)
+        if not isinstance(features, Sequence) or not all(isinstance(feature, torch.Tensor) for feature in features):
+            raise ProtocolError(f"post-processing gave {type(features).__name__}: expected a list with a tensor for each item.")
         if len(features) != len(members):
             raise ProtocolError(f"post-processing gave {len(features)} features for {len(members)} items.")
         return features
@@ -389,10 +427,11 @@ class EncoderCudaGraphManager:
 
     def _eager(self, selected: Mapping[str, Any], path: str, tokens: int) -> torch.Tensor:
         output = self.model.encoder_eager_forward(selected, path)
-        if not isinstance(output, torch.Tensor) or output.dim() != 2 or output.shape[0] != tokens:
+        width = self.declaration.out_hidden_size
+        if not isinstance(output, torch.Tensor) or tuple(output.shape) != (tokens, width):
             found = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-            raise ProtocolError(f"encoder_eager_forward gave {found} on path {path!r}: expected [{tokens}, width].")
-        return output
+            raise ProtocolError(f"encoder_eager_forward gave {found} on path {path!r}: expected [{tokens}, {width}].")
+        return output.clone()  # a tower may return memory that it uses again
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
@@ -410,7 +449,8 @@ class EncoderCudaGraphManager:
 
     def get_num_graphs_to_capture(self) -> int:
         """How many graphs `capture()` will try to make."""
-        return len(self._reachable_keys()) if self.config.enabled and self.declaration.refusal is None else 0
+        wanted = self.config.enabled and self.declaration.refusal is None
+        return min(len(self._reachable_keys()), self.config.max_graphs) if wanted else 0
 
     def graphs(self) -> tuple[BudgetGraphMetadata, ...]:
         """The captured graphs, in the order of capture."""
@@ -444,6 +484,15 @@ class EncoderCudaGraphManager:
     def snapshot(self) -> dict[str, Any]:
         """Everything that is counted, as a plain dict; see `EncoderStatistics.snapshot`."""
         return self._statistics.snapshot()
+
+
+def _usable(device: torch.device | str, dtype: object) -> torch.device:
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError(f"device={str(found)!r}, but torch sees no CUDA device here.")
+    if not isinstance(dtype, torch.dtype):
+        raise OptionError(f"dtype={dtype!r}: expected a torch.dtype, such as torch.bfloat16.")
+    return found
 
 
 def _checked(model: object) -> SupportsEncoderCudaGraph:

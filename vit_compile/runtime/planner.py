@@ -15,6 +15,7 @@ from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.ladders import Ladders
 from vit_compile.stats import Skip
 
+_SEES_OTHERS = ("padding-unsafe", "padding-unproved", "input-mutation")
 _CACHED_PLANS = 4096
 _CACHED_PRICES = 1 << 16
 _UNKNOWN_EAGER_FACTOR = 1e6
@@ -81,7 +82,7 @@ class Planner:
         self._ladders = ladders
         # Where nothing is captured the configured ladder still says what one eager batch may hold.
         budgets = tuple(tuple(captured[path]) or ladders.paths[path] for path in self._paths)
-        self._limits = packing.Limits(budgets, ladders.max_items, max(ladders.max_items, ladders.max_frames))
+        self._limits = packing.Limits(budgets, ladders.max_items, ladders.max_frames or ladders.max_items)
         # With no axis that looks at single items, two batches of equal totals have one price.
         self._sizes_decide = not declaration.capture_axes or declaration.axis_keys_of_frames is not None
         self._priced: dict[tuple[tuple[int, ...], int], tuple[float, tuple[int | None, ...]]] = {}
@@ -99,22 +100,40 @@ class Planner:
         return found
 
     def _make(self, specs: tuple[EncoderItemSpec, ...]) -> list[PlannedBatch]:
-        items = [packing.Item(tuple([spec.tokens_on(path) for path in self._paths]), spec.frames) for spec in specs]
+        for spec in specs:
+            unknown = set(spec.path_output_tokens or ()) - set(self._paths)
+            if unknown:
+                raise ProtocolError(f"an item has tokens on {sorted(unknown)}; the paths are {', '.join(self._paths)}.")
+        items = [packing.Item(tuple([spec.tokens_on(path) for path in self._paths]), self._frames(spec)) for spec in specs]
         if self._by_cost:
             batches = cost_plans.by_cost(items, self._limits, _Prices(self, specs))
         else:
             batches = packing.greedy(items, self._limits, look_ahead=self._look_ahead)
-        return [self._planned(specs, items, batch) for batch in batches]
+        planned = [self._planned(specs, items, batch) for batch in batches]
+        return [part for batch in planned for part in self._parted(specs, items, batch)]
+
+    def _frames(self, spec: EncoderItemSpec) -> int:
+        """Frames as packing counts them: where clips are switched off, one has more than any batch may have."""
+        assert self._limits.max_frames is not None, "the manager always limits frames"
+        switched_off = not self._ladders.max_frames and not set(self._declaration.modalities) <= {"image"}
+        return self._limits.max_frames + 1 if switched_off and spec.frames > 1 else spec.frames
+
+    def _parted(self, specs: Sequence[EncoderItemSpec], items: Sequence[packing.Item], batch: PlannedBatch) -> list[PlannedBatch]:
+        """A batch whose graph was refused because rows see each other: its items one by one, so that they see nobody."""
+        if len(batch.indices) == 1 or not any(isinstance(c, Skip) and c.code in _SEES_OTHERS for c in batch.choices):
+            return [batch]
+        alone = [packing.Batch((index,), (0,) * len(self._paths)) for index in batch.indices]
+        return [self._planned(specs, items, one) for one in alone]
 
     def predicted_ms(self, specs: Sequence[EncoderItemSpec], plan: Sequence[PlannedBatch]) -> float:
         """Predicted time of a plan: what `plan` minimises under cost packing."""
         prices = _Prices(self, tuple(specs))
-        return sum(prices.batch(b.indices, b.tokens, sum(specs[i].frames for i in b.indices))[0] for b in plan)
+        return sum(prices.batch(b.indices, b.tokens, sum(self._frames(specs[i]) for i in b.indices))[0] for b in plan)
 
     def _planned(self, specs: Sequence[EncoderItemSpec], items: Sequence[packing.Item], batch: packing.Batch) -> PlannedBatch:
         indices = tuple(sorted(batch.indices))
         members = [specs[index] for index in indices]
-        frames = sum(member.frames for member in members)
+        frames = sum(self._frames(member) for member in members)
         tokens = tuple([sum(items[index].tokens[number] for index in indices) for number in range(len(self._paths))])
         choices = [
             self._choice(path, members, total, frames, wanted)

@@ -20,8 +20,8 @@ from vit_compile.runtime.item_spec import EncoderItemSpec
 class SupportsEncoderCudaGraph(Protocol):
     """The contract. `mm_kwargs` are the keyword arguments of one request, as the model's processor makes them.
 
-    Weights are watched in every `nn.Module` and tensor among the object's attributes (also in lists and dicts), or in what
-    its `encoder_modules()` and `encoder_tensors()` return where there are such methods.
+    Weights are watched in every `nn.Module` and tensor among the object's attributes (modules also in lists and dicts), or in
+    what its `encoder_modules()` and `encoder_tensors()` return where there are such methods.
     """
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
@@ -105,6 +105,10 @@ class SupportsDirectFill(Protocol):
         """The request with whatever was found out about it, so that it is parsed once: passed on as `mm_kwargs` from here on."""
         ...
 
+    def forget_encoder_metadata(self) -> None:
+        """Drop whatever was computed from weights and kept. Called by `clear()`, and before replaced weights are captured."""
+        ...
+
     def fill_encoder_cudagraph_buffers(self, state: Any, mm_kwargs: Mapping[str, Any], indices: Sequence[int], path: str) -> bool:
         """Put these items into the buffers behind `EncoderCudaGraphCaptureInputs.state`, padding included.
 
@@ -141,6 +145,7 @@ class SupportsPaddingTrial(Protocol):
         """
         ...
 
-    def encoder_cudagraph_trial_values(self, state: Any, path: str) -> Mapping[str, Any]:
-        """What the last clean `fill_encoder_cudagraph_trial` put in, without padding: for a forward of exactly these rows."""
+    def encoder_cudagraph_trial_values(self, state: Any, path: str) -> Sequence[Mapping[str, Any]]:
+        """What the last clean `fill_encoder_cudagraph_trial` put in, without padding: for each item the values of a forward
+        of its rows alone. Empty where that cannot be told."""
         ...

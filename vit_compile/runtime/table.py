@@ -61,6 +61,8 @@ class Buffer:
             raise ProtocolError("bound and longest are about boundaries.")
         if self.role in (Role.ROWS, Role.INDEX) and self.capacity is not None:
             raise ProtocolError("capacity is about boundaries and per-segment buffers; others have room for the graph's rows.")
+        if self.role in (Role.BOUNDARIES, Role.INDEX) and self.shape:
+            raise ProtocolError(f"shape={self.shape}: boundaries and indices are single integers.")
         if self.role in (Role.BOUNDARIES, Role.INDEX) and self.pad:
             raise ProtocolError("boundaries repeat their last offset and an index goes on as identity: they take no pad.")
         whole = self.dtype is not None and not (self.dtype.is_floating_point or self.dtype.is_complex)
@@ -171,6 +173,14 @@ class EncoderTable:
         Boundaries begin with 0 and end with the item's rows; indices count from the item's first entry.
         """
         return {}
+
+    def example_key(self, tokens: int) -> Hashable | None:
+        """The key of an item that has at most so many output tokens on every path, and at least one somewhere.
+
+        With it graphs are tried at capture on real metadata, with two items where two fit, each compared with itself alone.
+        None: made-up metadata is used (zeros), which shows less.
+        """
+        return None
 
     def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
         """Features [tokens, out_hidden_size] from buffers and bounds by name. Fixed shapes in, fixed shape out, no host reads."""

@@ -25,6 +25,8 @@ from vit_compile.runtime.table import Buffer, TablePath
 _ALIGNMENT = 256
 CACHED_LAYOUT_BYTES = 64 << 20
 """Host memory for metadata blocks of one encoder."""
+CACHED_LAYOUTS = 4096
+"""Blocks that are kept at most, however small."""
 
 Metadata = Callable[[Hashable, str], Mapping[str, torch.Tensor]]
 Slices = Mapping[str, Sequence[torch.Tensor]]
@@ -60,13 +62,18 @@ class Layouts:
             self._blocks.move_to_end(key)
         return block
 
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._blocks.clear()
+        self._nbytes = 0
+
     def put(self, key: Hashable, block: torch.Tensor) -> None:
         """Keep a block, if it is not larger than everything that may be kept."""
         if block.nbytes > self._capacity:
             return
         self._blocks[key] = block
         self._nbytes += block.nbytes
-        while self._nbytes > self._capacity:
+        while self._nbytes > self._capacity or len(self._blocks) > CACHED_LAYOUTS:
             self._nbytes -= self._blocks.popitem(last=False)[1].nbytes
 
 
@@ -177,7 +184,7 @@ class GraphBuffers:
             buffer.dirty = -1
         for buffer in self.shared.buffers.values():
             shape = (real, *buffer.tensor.shape[1:])
-            buffer.fill(_random(shape, buffer.tensor.dtype, generator).to(self.device))
+            buffer.fill(random_values(shape, buffer.tensor.dtype, generator).to(self.device))
         for found in self._fields:
             buffer = self.metadata[found.name]
             if found.buffer.role is Role.BOUNDARIES:
@@ -189,8 +196,8 @@ class GraphBuffers:
             if buffer.identity is not None:
                 buffer.fill(buffer.identity[:count])
             else:
-                fill = _random((count, *found.shape[1:]), found.dtype, generator)
-                buffer.fill((fill if found.dtype.is_floating_point else fill * 0 + found.buffer.pad).to(self.device))
+                fill = random_values((count, *found.shape[1:]), found.dtype, generator)
+                buffer.fill((fill if found.dtype.is_floating_point else fill * 0).to(self.device))
 
     def unpadded_trial(self) -> dict[str, Any]:
         """Copies of what `fill_for_trial` put in, without any padding, and the bounds that belong to it."""
@@ -199,8 +206,8 @@ class GraphBuffers:
         return {name: buffer.tensor[: buffer.dirty].clone() for name, buffer in filled.items()} | _bounds(self._path, real)
 
     def poison(self, kind: str, generator: torch.Generator) -> None:
-        """Garbage into the padding of all row buffers, after `fill_for_trial`. Integers stay legal."""
-        for buffer in (*self.shared.buffers.values(), *self.metadata.values()):
+        """Garbage into the padding of data buffers. That of metadata is always clean in real calls."""
+        for buffer in self.shared.buffers.values():
             buffer.poison(kind, generator)
 
     def clean(self) -> None:
@@ -312,7 +319,8 @@ def _even_boundaries(real: int, segments: int, found: _Field) -> torch.Tensor:
     return torch.linspace(0, real, segments + 1).round().to(found.dtype)
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def random_values(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Seeded made-up data on the CPU: normal numbers, or zeros and ones."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
     return torch.randint(0, 2, shape, generator=generator).to(dtype)

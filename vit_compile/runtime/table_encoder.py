@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from vit_compile.runtime.graph_config import AxisKeys, EncoderCudaGraphConfig, E
 from vit_compile.runtime.inputs import check_request, check_rows
 from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize
-from vit_compile.runtime.table_buffers import GraphBuffers, Layouts, SharedRows, Slices, exact_values
+from vit_compile.runtime.table_buffers import GraphBuffers, Layouts, SharedRows, Slices, exact_values, random_values
 from vit_compile.runtime.table_items import CACHED_KEYS, MetadataCache, spec_of
 from vit_compile.runtime.weights import modules_of, tensors_of
 
@@ -118,12 +118,17 @@ class TableEncoder:
             return False
         if not self._axis:
             return True
-        (key,), most = axis_keys, max(max_items, max_frames)
+        (key,), most = axis_keys, max_frames or max_items
         assert isinstance(key, int), "keys of the segment axis are numbers"
         if not _has_boundaries(declared.buffers):
             return key == ALL_SEGMENTS
         tighter = [k for k in self.table.segment_capacities if key == ALL_SEGMENTS or k < key]
         return max(tighter, default=0) < most
+
+    def forget_encoder_metadata(self) -> None:
+        """See `SupportsDirectFill`."""
+        self._metadata.clear()
+        self._layouts.clear()
 
     def get_encoder_cudagraph_budget_range(self) -> tuple[int, int]:
         """See `SupportsEncoderCudaGraph`."""
@@ -149,13 +154,20 @@ class TableEncoder:
         for modality in check_request(mm_kwargs, {name: m.names for name, m in table.modalities.items()}):
             declared = table.modalities[modality]
             inputs = {name: mm_kwargs[name] for name in declared.names}
-            # Sizes that can be read only once are kept: a batch that runs eagerly picks its items' own.
-            inputs |= {name: list(inputs[name]) for name in declared.per_item if isinstance(inputs[name], Iterator)}
+            # A batch that runs eagerly picks its items' own sizes: what cannot be indexed, or read twice, becomes a list.
+            inputs |= {name: list(inputs[name]) for name in declared.per_item if _only_iterable(inputs[name])}
             given |= inputs
             starts = dict.fromkeys(declared.data, 0)
             keys = table.item_keys(modality, inputs)
+            unfilled = [path for path, data in self._data.items() if not starts.keys() & set(data)]
             for key in keys:
-                spec, rows = self._spec(key)
+                try:
+                    spec, rows = self._spec(key)
+                except TypeError as error:
+                    raise ProtocolError(f"item key {key!r}: {error} (keys must be hashable, and sizes integers).") from error
+                for path in unfilled:
+                    if spec.tokens_on(path):
+                        raise ProtocolError(f"item {key!r} has tokens on path {path!r}, for which {modality} brings no data.")
                 items.append(_Item(key, modality, dict(starts)))
                 specs.append(spec)
                 for buffer in starts:
@@ -165,7 +177,7 @@ class TableEncoder:
         return _Request(given, items, specs)
 
     def _check_data(self, name: str, value: Any, buffer: str, rows: int, *, empty: bool) -> None:
-        if empty and not isinstance(value, torch.Tensor) and hasattr(value, "__len__") and len(value) == 0:
+        if empty and (value.numel() == 0 if isinstance(value, torch.Tensor) else hasattr(value, "__len__") and len(value) == 0):
             return
         declared = self._buffer(buffer)
         check_rows(name, value, rows=rows, shape=declared.shape, dtype=declared.dtype or self.dtype, device=self.device)
@@ -238,7 +250,7 @@ class TableEncoder:
         axis_keys: AxisKeys,
     ) -> EncoderCudaGraphCaptureInputs:
         """See `SupportsEncoderCudaGraph`."""
-        declared, most = self.table.paths[path], max(max_batch_size, max_frames_per_batch)
+        declared, most = self.table.paths[path], max_frames_per_batch or max_batch_size
         key = axis_keys[0] if self._axis else ALL_SEGMENTS
         assert isinstance(key, int), "keys of the segment axis are numbers"
         kept = self._shared.get(path)
@@ -254,7 +266,8 @@ class TableEncoder:
         )
         if kept is None or buffers.own_rows:
             kept = self._shared[path] = _Kept(buffers.shared)
-        return EncoderCudaGraphCaptureInputs(buffers.values(), _State(buffers, kept), buffers.nbytes)
+        output_tokens = buffers.rows * declared.tokens_per_row // declared.spatial_merge_size**2
+        return EncoderCudaGraphCaptureInputs(buffers.values(), _State(buffers, kept), buffers.nbytes, output_tokens)
 
     def fill_encoder_cudagraph_buffers(self, state: Any, mm_kwargs: Mapping[str, Any], indices: Sequence[int], path: str) -> bool:
         """See `SupportsDirectFill`."""
@@ -264,22 +277,65 @@ class TableEncoder:
         return buffers.fill(keys, self._slices(request, indices, path), self._metadata, path)
 
     def fill_encoder_cudagraph_trial(self, state: Any, path: str, tokens: int, kind: str | None, seed: int = 0) -> int:
-        """See `SupportsPaddingTrial`."""
+        """See `SupportsPaddingTrial`: on the metadata of example items where the table has such, else on made-up metadata."""
         buffers: GraphBuffers = state.buffers
-        declared = self.table.paths[path]
-        real = max(1, min(declared.rows(tokens), buffers.rows))
-        step = declared.spatial_merge_size**2
-        real = max(step, real // step * step)
         generator = torch.Generator().manual_seed(seed)
-        buffers.fill_for_trial(real, buffers.segments, generator)
+        keys = self._example_keys(buffers, path, tokens)
+        state.trial = [(key, self._random_rows(path, key, generator)) for key in keys]
+        if state.trial:
+            buffers.held = None
+            for buffer in buffers.shared.buffers.values():
+                buffer.dirty = -1
+            slices = {name: [rows[name] for _, rows in state.trial] for name in self._data[path]}
+            if not buffers.fill(tuple(keys), slices, self._metadata, path):
+                raise ProtocolError(f"example items {keys!r} do not fit the graph of {tokens} tokens that they were made for.")
+            real = sum(self._spec(key)[0].tokens_on(path) for key in keys)
+        else:
+            real = self._made_up(buffers, path, tokens, generator)
         if kind is not None:
             buffers.poison(kind, generator)
+        return real
+
+    def _example_keys(self, buffers: GraphBuffers, path: str, tokens: int) -> list[Hashable]:
+        """One or two items for a trial; none where the table gives no example that has something on this path."""
+        for count in (2, 1) if buffers.segments > 1 else (1,):
+            key = self.table.example_key(tokens // count) if tokens // count else None
+            if key is not None:
+                spec = self._spec(key)[0]
+                if 0 < spec.tokens_on(path) <= tokens // count and spec.frames * count <= buffers.segments:
+                    return [key] * count
+        return []
+
+    def _random_rows(self, path: str, key: Hashable, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        made = {}
+        for name in self._data[path]:
+            buffer, rows = self.table.paths[path].buffers[name], self._spec(key)[1][name]
+            made[name] = random_values((rows, *buffer.shape), buffer.dtype or self.dtype, generator).to(self.device)
+        return made
+
+    def _made_up(self, buffers: GraphBuffers, path: str, tokens: int, generator: torch.Generator) -> int:
+        """Half as many segments as there is room for, so that a count of them shows."""
+        declared = self.table.paths[path]
+        step = declared.spatial_merge_size**2
+        real = max(1, min(declared.rows(tokens), buffers.rows))
+        real = max(step, real // step * step)
+        buffers.fill_for_trial(real, max(1, buffers.segments // 2), generator)
         return real * declared.tokens_per_row // step
 
-    def encoder_cudagraph_trial_values(self, state: Any, path: str) -> Mapping[str, Any]:
+    def encoder_cudagraph_trial_values(self, state: Any, path: str) -> Sequence[Mapping[str, Any]]:
         """See `SupportsPaddingTrial`."""
+        declared = self.table.paths[path]
+        if state.trial:
+            return [
+                exact_values(
+                    declared, (key,), {name: [part] for name, part in rows.items()}, self._metadata, path, self.device, self.dtype
+                )
+                for key, rows in state.trial
+            ]
+        if any(buffer.role is Role.PER_SEGMENT for buffer in declared.buffers.values()):
+            return []  # how many entries belong to made-up segments only the adapter knows
         buffers: GraphBuffers = state.buffers
-        return buffers.unpadded_trial()
+        return [buffers.unpadded_trial()]
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: Mapping[str, Any], path: str, axis_keys: AxisKeys
@@ -349,6 +405,8 @@ class _Kept:
 class _State:
     buffers: GraphBuffers
     kept: object
+    trial: list[tuple[Hashable, dict[str, torch.Tensor]]] = field(default_factory=list)
+    """Items of the last trial, with their data."""
 
 
 def _data_buffers(table: EncoderTable, path: str) -> tuple[str, ...]:
@@ -376,6 +434,10 @@ def _check_table(table: EncoderTable, data: Mapping[str, Sequence[str]]) -> None
                 raise ProtocolError(f"{modality} fills some data buffers of path {path!r} but not {', '.join(missing)}.")
     if any(capacity < 1 for capacity in table.segment_capacities):
         raise ProtocolError(f"segment_capacities={tuple(table.segment_capacities)}: expected positive numbers of segments.")
+
+
+def _only_iterable(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, list | tuple | str) and not hasattr(value, "shape")
 
 
 def _has_boundaries(buffers: Mapping[str, Buffer]) -> bool:

@@ -40,6 +40,11 @@ class MetadataCache:
             self.nbytes -= _nbytes(self._kept.popitem(last=False)[1])
         return found
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+        self.nbytes = 0
+
     def _made(self, key: Hashable, path: str) -> dict[str, torch.Tensor]:
         given, found = self._table.item_metadata(key, path), {}
         size = self._table.item_size(key)
@@ -51,6 +56,7 @@ class MetadataCache:
                 raise ProtocolError(f"item_metadata({key!r}, {path!r}) has no {name!r}.")
             _check_metadata(name, buffer, given[name], rows, size.frames)
             kept_as = buffer.dtype or self._dtype
+            _check_range(name, given[name], kept_as)
             if given[name].is_floating_point() and not lossless(given[name].dtype, kept_as):
                 raise ProtocolError(
                     f"metadata {name!r} is {given[name].dtype} and its buffer {kept_as}, which loses precision: declare the "
@@ -58,6 +64,13 @@ class MetadataCache:
                 )
             found[name] = given[name].clone()  # what the adapter does with its own later is its own affair
         return found
+
+
+def _check_range(name: str, value: torch.Tensor, kept_as: torch.dtype) -> None:
+    """Integers that the buffer's dtype cannot hold would wrap around."""
+    whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    if whole and value.numel() and not lossless(value.dtype, kept_as) and not (value.to(kept_as).to(value.dtype) == value).all():
+        raise ProtocolError(f"metadata {name!r} has values that {kept_as}, the dtype of its buffer, cannot hold.")
 
 
 def _nbytes(metadata: Mapping[str, torch.Tensor]) -> int:
@@ -77,7 +90,12 @@ def spec_of(table: EncoderTable, data: Mapping[str, Sequence[str]], key: Hashabl
                 "spatial_merge_size and tokens_per_row say."
             )
     spec = EncoderItemSpec(sum(rows.values()), sum(tokens.values()), tokens, size.frames, size.kind)
-    return spec, {buffer: rows[path] for path, buffers in data.items() for buffer in buffers}
+    found: dict[str, int] = {}
+    for path, buffers in data.items():
+        for buffer in buffers:
+            if found.setdefault(buffer, rows[path]) != rows[path]:
+                raise ProtocolError(f"item {key!r} has another number of rows on path {path!r} than another path of {buffer!r}.")
+    return spec, found
 
 
 def _by_path(value: int | Mapping[str, int], table: EncoderTable) -> dict[str, int]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+_IS_TRAINING = operator.attrgetter("training")
+
 
 def modules_of(model: Any) -> list[nn.Module]:
     """The modules whose weights a model's graphs read: what it says (`encoder_modules()`), else those among its attributes."""
@@ -17,28 +19,28 @@ def modules_of(model: Any) -> list[nn.Module]:
         return list(declared())
     if isinstance(model, nn.Module):
         return [model]
-    return [value for _, value in _held(model) if isinstance(value, nn.Module)]
+    return [value for value in _held(model) if isinstance(value, nn.Module)]
 
 
 def tensors_of(model: Any) -> dict[str, torch.Tensor]:
-    """Tensors among the attributes of a model that is no module itself, or what its `encoder_tensors()` says."""
+    """Tensors that are attributes of a model that is no module itself, or what its `encoder_tensors()` says."""
     declared = getattr(model, "encoder_tensors", None)
     if callable(declared):
         return dict(declared())
     if isinstance(model, nn.Module):
         return {}
-    return {name: value for name, value in _held(model) if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in getattr(model, "__dict__", {}).items() if isinstance(value, torch.Tensor)}
 
 
-def _held(model: Any) -> Iterator[tuple[str, Any]]:
+def _held(model: Any) -> Iterator[Any]:
     """Attributes of an object, and what lies in lists, tuples and dicts among them."""
-    for name, value in getattr(model, "__dict__", {}).items():
+    for value in getattr(model, "__dict__", {}).values():
         if isinstance(value, list | tuple):
-            yield from ((f"{name}.{index}", item) for index, item in enumerate(value))
+            yield from value
         elif isinstance(value, dict):
-            yield from ((f"{name}.{key}", item) for key, item in value.items())
+            yield from value.values()
         else:
-            yield name, value
+            yield value
 
 
 class WeightWatch:
@@ -55,11 +57,13 @@ class WeightWatch:
         self._values: list[Any] = []
         self._tensors: list[torch.Tensor] = []
         self._modes: list[nn.Module] = []
+        self._all_modules: list[nn.Module] = []
         self._loose = {} if tensors is None else dict(tensors)
         self._all_homes: list[dict[str, Any]] = []
         for root in modules:
             self._modes.append(root)
             for module in root.modules():
+                self._all_modules.append(module)
                 for home in (module._parameters, module._buffers, module._modules):
                     self._all_homes.append(home)
                     for name, value in home.items():
@@ -95,8 +99,8 @@ class WeightWatch:
         )
 
     def training(self) -> bool:
-        """Is one of the modules (not looking at their children) in train mode?"""
-        return any(module.training for module in self._modes)
+        """Is one of the modules, or of their children, in train mode?"""
+        return any(map(_IS_TRAINING, self._all_modules))
 
 
 def train_mode(modules: Iterable[nn.Module]) -> str | None:
