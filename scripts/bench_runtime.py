@@ -259,6 +259,7 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--eager-requests", type=int, default=100)
+    parser.add_argument("--one-capacity", action="store_true", help="also one graph per budget: no tighter segment capacities")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -272,7 +273,7 @@ def main() -> int:
         print(json.dumps(rows[-1]), flush=True)
         for name, ladder in ladders(trace, SMALL_MAXIMUM if bench.small else MAXIMUM).items():
             for packing in ("greedy", "cost"):
-                for capacities in ((1, 4), ()) if packing == "cost" and name == "fitted" else ((1, 4),):
+                for capacities in ((1, 4), ()) if options.one_capacity and packing == "cost" and name == "fitted" else ((1, 4),):
                     manager, seconds = bench.manager(ladder, capacities, packing=packing)
                     label = f"{packing}, {name}" + ("" if capacities else ", one segment capacity")
                     rows.append(bench.traffic_row(label, manager, seconds))

@@ -147,7 +147,7 @@ def runtime_tables(contents: list[Row]) -> str:
         for row in content["host"]:
             cells = [f"{row[name]:.3f}" for name in ("execute_host_ms", "launch_host_ms", "beyond_ms")]
             lines.append(line([row["case"], *cells, f"{row['replays_per_call']:g}"]))
-        lines.append("")
+        lines += ["", content["note"], ""] if "note" in content else [""]
     return "\n".join(lines)
 
 

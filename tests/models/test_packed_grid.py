@@ -22,6 +22,7 @@ from vit_compile.models.hf_attention import ATTENTION_NAME
 from vit_compile.models.packed_grid import PackedGridTable
 from vit_compile.models.vision_metadata import vision_metadata
 from vit_compile.runtime.manager import EncoderCudaGraphManager
+from vit_compile.runtime.table_encoder import TableEncoder
 from vit_compile.stats import counters
 
 pytest.importorskip("transformers")
@@ -285,6 +286,25 @@ def test_what_a_tower_declares(build: Builder, more: dict[str, Role], width: int
     assert (path.spatial_merge_size, table.out_hidden_size) == (2, width)
     assert table.tower.config._attn_implementation == ATTENTION_NAME
     assert (table.token_range, table.max_frames_per_video, tuple(table.segment_capacities)) == ((8, 48), 4, (2,))
+
+
+@pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
+def test_examples_for_trials(build: Builder) -> None:
+    """One frame, legal, at most so many tokens and nearly as many; with them trials refuse no graph of a right tower."""
+    table = table_of(build)
+    for tokens in range(1, 200):
+        t, h, w = table.example_key(tokens)  # type: ignore[misc]
+        (count,) = [table.item_size((t, h, w)).tokens]
+        assert isinstance(count, int)
+        assert t == 1
+        assert min(h, w) > 0
+        assert h % table.merge == w % table.merge == 0
+        assert 0.6 * tokens <= count <= tokens
+    assert served(build).snapshot()["not_captured"] == []
+    made = TableEncoder(table, device=torch.device("cpu"), dtype=torch.float32)
+    inputs = made.prepare_encoder_cudagraph_capture_inputs(48, 4, 4, made.device, made.dtype, "main", (0,))
+    assert made.fill_encoder_cudagraph_trial(inputs.state, "main", 24, None) == 24
+    assert len(made.encoder_cudagraph_trial_values(inputs.state, "main")) == 2
 
 
 def test_defaults() -> None:

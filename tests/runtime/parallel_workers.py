@@ -26,10 +26,13 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from vit_compile.errors import OptionError, ParallelError, ProtocolError
+from tests.runtime import toys
+from vit_compile.errors import OptionError, ParallelError, ProtocolError, VitCompileError
 from vit_compile.planning.balance import longest_first
 from vit_compile.runtime import data_parallel
+from vit_compile.runtime.config import EncoderConfig
 from vit_compile.runtime.data_parallel import DataParallel
+from vit_compile.runtime.manager import EncoderCudaGraphManager
 
 WIDTH = 5
 DTYPES = (torch.float32, torch.bfloat16)
@@ -110,7 +113,8 @@ def equals_plain_computation(ranks: Ranks) -> None:
 
             result = parallel.execute(sizes, noting)
             assert_same_bits(result, [ranks.features(index, size, dtype) for index, size in enumerate(sizes)])
-            assert seen == ([longest_first(sizes, ranks.world)[ranks.rank]] if sizes else [])
+            asked = sizes or ranks.world > 1  # a group of one has nobody to tell that there is nothing
+            assert seen == ([longest_first(sizes, ranks.world)[ranks.rank]] if asked else [])
 
 
 def one_item(ranks: Ranks) -> None:
@@ -147,12 +151,14 @@ def own_memory(ranks: Ranks) -> None:
 
 
 def collectives(ranks: Ranks) -> None:
-    """One exchange of numbers and one of features; none for no items, and no features where there are no tokens."""
+    """One exchange of numbers and one of features; no features where there are no tokens or no items."""
     parallel = ranks.parallel(torch.bfloat16)
     header = (data_parallel._FACTS + data_parallel._SLOTS,)
     with counted_collectives() as sent:
-        assert parallel.execute([], lambda indices: pytest.fail("nothing to run")) == []
-        assert sent == []
+        asked: list[list[int]] = []
+        assert parallel.execute([], lambda indices: asked.append(list(indices)) or []) == []  # type: ignore[func-returns-value]
+        assert (sent, asked) == ([header], [[]])
+        sent.clear()
         sizes = [4, 3]
         parallel.execute(sizes, ranks.local(sizes, torch.bfloat16))
         fullest = max(
@@ -340,12 +346,81 @@ def ranks_out_of_step(ranks: Ranks) -> None:
     Else it would take the features of one request for those of another.
     """
     parallel = ranks.parallel()
+    ranks.check(parallel, [5, 5])
     if ranks.rank == 0:
-        assert parallel.execute([], ranks.local([])) == []
+        parallel = ranks.parallel()  # as after a restart
     for _ in range(2):
         with pytest.raises(ParallelError, match="numbers of calls differ"):
             parallel.execute([5, 5], ranks.local([5, 5]))
     ranks.check(ranks.parallel(), [5, 5])
+
+
+def an_empty_request_is_a_call(ranks: Ranks) -> None:
+    """Ranks of which one has no items disagree like any others: all raise in this very call, and the next is right."""
+    parallel = ranks.parallel()
+    mine = [] if ranks.rank == 0 else [5, 5]
+    with pytest.raises(ParallelError, match="different requests"):
+        parallel.execute(mine, ranks.local(mine))
+    ranks.check(parallel, [])
+    ranks.check(parallel, [5, 5])
+
+
+def reported_failure(ranks: Ranks) -> None:
+    """A rank that cannot begin a call reports that: it raises nothing itself, the others raise and name it; all stay in step."""
+    parallel = ranks.parallel()
+    for failing in (0, ranks.world - 1):
+        for sizes in ([3, 1], [2] * 200):
+            if ranks.rank == failing:
+                with counted_collectives() as sent:
+                    parallel.report_failure()
+                assert len(sent) == 1
+            else:
+                with pytest.raises(ParallelError, match=f"rank {failing} of {ranks.world} failed"):
+                    parallel.execute(sizes, ranks.local(sizes))
+            ranks.check(parallel, sizes)
+    parallel.report_failure()  # by all of them, as where the request itself is wrong
+    ranks.check(parallel, [4, 2, 1])
+
+
+def managers_stay_in_step(ranks: Ranks) -> None:
+    """A request that is wrong, or fails, on one rank alone makes all raise for that call; calls before and after are right.
+
+    Each rank counts its own items and no others.
+    """
+    table = toys.packed_table()
+    config = EncoderConfig(mode="eager", packing="greedy", token_budgets=(8,), max_items_per_batch=8)
+    with EncoderCudaGraphManager(table, config, device="cpu", dtype=torch.float32, group=ranks.group) as manager:
+        last, items = ranks.world - 1, 0
+        grids: list[toys.Grid] = [(1, 2, 4), (1, 4, 4), (1, 2, 2), (1, 4, 12), (1, 2, 6)]
+
+        def check(seed: int, given: Sequence[toys.Grid]) -> int:
+            """Features of all items on every rank; how many of them this rank encoded."""
+            request = toys.packed_request(given, seed=seed)
+            got = manager.execute(request)
+            assert toys.largest_difference(got, toys.packed_reference(table, request)) <= 1e-5
+            return len(longest_first([t * h * w for t, h, w in given], ranks.world)[ranks.rank])
+
+        right = toys.packed_request(grids)
+        short = {**right, "pixel_values": right["pixel_values"][:-1]}
+        odd = {**right, "image_grid_thw": [(1, 3, 4), *grids[1:]]}
+        fewer = toys.packed_request(grids[:2])
+        cases: list[tuple[Any, str]] = [
+            (short, "failed"),
+            (odd, "failed"),
+            ({"unknown": 1}, "failed"),
+            (3, "failed"),
+            (fewer, "different requests"),
+            ({}, "different requests"),
+        ]
+        for step, (bad, match) in enumerate(cases):
+            items += check(step, grids)
+            wrong = ranks.rank == last
+            with pytest.raises(VitCompileError if wrong else ParallelError, match="" if wrong else match):
+                manager.execute(bad if wrong else right)
+            assert manager.snapshot()["items"] == items
+        assert manager.execute({}) == []
+        items += check(9, grids[:1])
+        assert manager.snapshot()["items"] == items
 
 
 # --- cases: GPUs -------------------------------------------------------------------------------------------------------
@@ -390,15 +465,20 @@ TOGETHER = (
     wrong_sizes,
     different_requests,
     ranks_out_of_step,
+    an_empty_request_is_a_call,
+    reported_failure,
 )
 """Cases for two ranks or more."""
+
+ON_CPU = (managers_stay_in_step,)
+"""Further cases, for the CPU."""
 
 ON_CUDA = (no_wait_for_the_device, device_without_a_number)
 """Further cases, for GPUs."""
 
 
 def start(world: int, folder: Path, backend: str = "gloo", device_type: str = "cpu") -> None:
-    """Run every case of `TOGETHER` on this number of processes; raises with the case that failed and its traceback.
+    """Run every case of `TOGETHER`, and those of the device, on so many processes; raises with the case that failed.
 
     On the CPU they are forked off a server that imports torch once. With CUDA each starts afresh.
     """
@@ -422,7 +502,7 @@ def _run(rank: int, world: int, store: str, backend: str, device_type: str) -> N
 def _run_cases(rank: int, world: int, device: torch.device) -> None:
     assert dist.group.WORLD is not None
     ranks = Ranks(rank, world, dist.group.WORLD, device)
-    for case in TOGETHER if device.type == "cpu" else (*TOGETHER, *ON_CUDA):
+    for case in (*TOGETHER, *(ON_CPU if device.type == "cpu" else ON_CUDA)):
         try:
             case(ranks)
         except BaseException as error:

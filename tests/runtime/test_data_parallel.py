@@ -63,6 +63,15 @@ def test_one_rank_fails_like_any_other(alone: Ranks) -> None:
 
 
 @pytest.mark.usefixtures("no_collectives")
+def test_one_rank_has_nobody_to_tell(alone: Ranks) -> None:
+    """No items are answered without asking the encoder, and a failure is reported to nobody."""
+    parallel = alone.parallel()
+    assert parallel.execute([], lambda indices: pytest.fail("the encoder ran")) == []
+    parallel.report_failure()
+    alone.check(parallel, [1])
+
+
+@pytest.mark.usefixtures("no_collectives")
 def test_the_constructor_touches_neither_group_nor_device(alone: Ranks) -> None:
     """It starts no collective, and takes a GPU that is not there."""
     parallel = DataParallel(alone.group, device=torch.device("cuda", 99), dtype=torch.bfloat16, width=WIDTH)

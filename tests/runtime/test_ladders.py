@@ -142,10 +142,13 @@ def test_the_models_range_is_a_range(options: dict[str, Any], budget_range: Any,
         (("image",), 32, 100, 0),
         (("image", "video"), 0, None, 0),
         (("image", "video"), 0, 100, 0),
+        (("clip",), 32, None, 8 * 32),
+        (("image", "slides"), 32, 5, 5),
+        (("image", "slides"), 32, 0, 0),
     ],
 )
 def test_frames(modalities: tuple[str, ...], longest: int, given_frames: int | None, frames: int) -> None:
-    """0 without clips; else what is given; else as many frames as the most items at their longest have."""
+    """0 for images alone and without frames; else what is given; else as many as the most items at their longest have."""
     declaration = declare(modalities=modalities, max_frames_per_video=longest)
     ladders = resolve(EncoderConfig(max_items_per_batch=8, max_frames_per_batch=given_frames), declaration, (64, 128))
     assert ladders.max_frames == frames

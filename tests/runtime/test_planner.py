@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -156,9 +157,12 @@ def test_reasons_say_the_numbers() -> None:
         (4, 6, [7], [((0,), "too-many-frames")]),
         (4, 6, [4, 3], [((0,), 4), ((1,), 4)]),
         (4, 6, [3, 2, 1], [((0, 1, 2), 8)]),
-        # Without clips an image is a segment, and as many images as a batch may have always fit.
+        # An image is a frame too.
+        (4, 2, [1, 1, 1, 1], [((0, 1), 4), ((2, 3), 4)]),
+        # Without clips as many segments as items, whoever has them.
         (4, 0, [1, 1, 1, 1], [((0, 1, 2, 3), 8)]),
-        (4, 2, [1, 1, 1, 1], [((0, 1, 2, 3), 8)]),
+        (4, 0, [2, 2], [((0, 1), 4)]),
+        (4, 0, [3, 2], [((0,), 4), ((1,), 4)]),
         (4, 0, [5], [((0,), "too-many-frames")]),
     ],
 )
@@ -169,7 +173,50 @@ def test_frames_are_a_limit_like_tokens(max_items: int, max_frames: int, frames:
     by_cost = planner(dict.fromkeys(keys_for(), 1.0), max_items=max_items, max_frames=max_frames, by_cost=True)
     for batch in by_cost.plan([item(2, frames=count) for count in frames]):
         total = sum(frames[i] for i in batch.indices)
-        assert (one(batch.choices[0]) == "too-many-frames") == (total > max(max_items, max_frames))
+        assert (one(batch.choices[0]) == "too-many-frames") == (total > (max_frames or max_items))
+
+
+@pytest.mark.parametrize("by_cost", [False, True])
+@pytest.mark.parametrize("modalities", [("image", "video"), ("slides",)])
+def test_clips_that_are_switched_off(modalities: tuple[str, ...], by_cost: bool) -> None:
+    """0 frames and a modality beside images: what has several frames is alone and eager; the others share batches.
+
+    The greedy plan closes a batch at an item that does not fit, as it does everywhere.
+    """
+    declaration = dataclasses.replace(declare(), modalities=modalities)
+    made = planner(dict.fromkeys(keys_for(), 1.0), declaration=declaration, max_items=4, by_cost=by_cost)
+    plan = made.plan([item(2, frames=count) for count in (1, 2, 1, 1, 3, 1, 9)])
+    batches: list[Any] = [((0, 2, 3, 5), 8)] if by_cost else [((0,), 4), ((2, 3), 4), ((5,), 4)]
+    assert sorted(described(plan)) == sorted([*batches, *(((i,), "too-many-frames") for i in (1, 4, 6))])
+    texts = sorted(str(batch.choices[0]) for batch in plan if isinstance(batch.choices[0], Skip))
+    assert [text.partition(";")[0] for text in texts] == [f"too-many-frames: {count} frames" for count in (2, 3, 9)]
+    assert made.predicted_ms([item(2, frames=2)], made.plan([item(2, frames=2)])) > 1
+
+
+@pytest.mark.parametrize("by_cost", [False, True])
+@pytest.mark.parametrize("code", ["padding-unsafe", "padding-unproved", "input-mutation", "capture-failed", "out-of-memory"])
+def test_items_that_may_see_each_other_run_one_by_one(code: str, by_cost: bool) -> None:
+    """A batch whose graph was refused since rows see each other, or may, is taken apart; others stay together."""
+    apart = code in ("padding-unsafe", "padding-unproved", "input-mutation")
+    skips = {key: Skip(code, "x") for key in keys_for()}
+    plan = planner([], skips=skips, by_cost=by_cost).plan(items(2, 3, 1))
+    assert sorted(described(plan)) == ([((i,), code) for i in range(3)] if apart else [((0, 1, 2), code)])
+    assert sum(batch.tokens[0] for batch in plan) == 6
+
+
+def test_one_refused_path_takes_a_batch_apart_on_all() -> None:
+    """Items of a batch are alone on both paths; on the other one each replays the budget that fits it."""
+    declaration = declare(("global", "local"))
+    skips = {key: Skip("padding-unsafe", "x") for key in keys_for(("local",))}
+    made = planner(keys_for(("global",)), declaration=declaration, skips=skips)
+    specs = [EncoderItemSpec(1, 8, {"global": 5, "local": 3}), EncoderItemSpec(1, 3, {"global": 3, "local": 0})]
+    plan = made.plan([specs[0], specs[0], specs[1]])
+    assert sorted((b.indices, *map(one, b.choices)) for b in plan if b.indices != (2,)) == [
+        ((0,), 8, "padding-unsafe"),
+        ((1,), 8, "padding-unsafe"),
+    ]
+    assert [tuple(map(one, b.choices)) for b in plan if b.indices == (2,)] == [(4, None)]
+    assert [tuple(map(one, b.choices)) for b in made.plan([specs[1]] * 2)] == [(8, None)], "nothing on the refused path"
 
 
 # --- axes ------------------------------------------------------------------------------------------------------------

@@ -42,12 +42,23 @@ def encoder(table: EncoderTable) -> TableEncoder:
         ({"role": Role.INDEX}, "dtype=None"),
         ({"role": Role.INDEX, "dtype": torch.float32}, "dtype=torch.float32"),
         ({"role": Role.BOUNDARIES, "dtype": torch.complex64}, "dtype=torch.complex64"),
+        ({"role": Role.INDEX, "dtype": INT, "shape": (2,)}, r"shape=\(2,\): boundaries and indices are single integers"),
+        ({"role": Role.BOUNDARIES, "dtype": INT, "shape": (1,)}, r"shape=\(1,\)"),
+        ({"role": Role.ROWS, "capacity": lambda rows, segments: 3}, "capacity is about boundaries and per-segment buffers"),
+        ({"role": Role.INDEX, "dtype": INT, "capacity": lambda rows, segments: 3}, "capacity is about"),
+        ({"role": Role.INDEX, "dtype": INT, "pad": 1}, "take no pad"),
     ],
 )
 def test_wrong_buffers_are_refused(fields: dict[str, Any], words: str) -> None:
     """A role that is never padded, numbers that mean nothing, options of another role, offsets that are no integers."""
     with pytest.raises(ProtocolError, match=words):
         Buffer(**fields)
+
+
+@pytest.mark.parametrize("role", [Role.BOUNDARIES, Role.PER_SEGMENT])
+def test_room_in_segments_may_be_said(role: Role) -> None:
+    """Buffers of segments may have room of their own."""
+    assert Buffer(role=role, dtype=INT, capacity=lambda rows, segments: 3).capacity is not None
 
 
 @pytest.mark.parametrize(
@@ -201,7 +212,7 @@ def test_wrong_tables_are_refused(make: Callable[[], EncoderTable], words: str) 
 @pytest.mark.parametrize("role", [Role.INDEX, Role.PER_SEGMENT, Role.BOUNDARIES])
 def test_data_is_rows(role: Role) -> None:
     """A buffer that a modality fills has an entry per row: others are refused when they are allocated."""
-    made = encoder(changed_buffers(pixels=Buffer(role=role, shape=(6,), dtype=INT))())
+    made = encoder(changed_buffers(pixels=Buffer(role=role, shape=(6,) if role is Role.PER_SEGMENT else (), dtype=INT))())
     with pytest.raises(ProtocolError, match="pixels holds data of the request, so it must be a ROWS buffer"):
         made.prepare_encoder_cudagraph_capture_inputs(4, 1, 0, made.device, made.dtype, DEFAULT_PATH, (0,))
 

@@ -34,7 +34,7 @@ from tests.runtime.toys import (
 from vit_compile.backend.roles import Role
 from vit_compile.errors import GridError, InputError, ProtocolError
 from vit_compile.runtime.protocol import SupportsDirectFill, SupportsEncoderCudaGraph, SupportsPaddingTrial
-from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize
+from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, TablePath
 from vit_compile.runtime.table_encoder import ALL_SEGMENTS, TableEncoder
 
 CPU = torch.device("cpu")
@@ -141,6 +141,7 @@ def test_requests_without_items() -> None:
     empty = {"pixel_values": torch.zeros(0, CHANNELS), "image_grid_thw": []}
     assert made.execute(empty) == []
     assert made.execute({"pixel_values": [], "image_grid_thw": torch.zeros(0, 3, dtype=torch.int64)}) == []
+    assert made.execute({"pixel_values": torch.empty(0), "image_grid_thw": []}) == []
     assert len(made.execute({**empty, **packed_request([], [(2, 2, 2)])})) == 1
 
 
@@ -500,6 +501,7 @@ def int32(*values: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
+        ("cu_seqlens", torch.tensor([0, 2**32 + 16]), "from 0 to the 16 rows"),
         ("cu_seqlens", None, r"has no 'cu_seqlens'"),
         ("cu_seqlens", [0, 16], "'cu_seqlens' is list: expected a CPU tensor"),
         ("cu_seqlens", int32(0, 16)[None], r"\[1, 2\] on cpu"),
@@ -562,7 +564,7 @@ def test_every_number_of_segments_has_the_tightest_graph(capacities: tuple[int, 
     made = encoder(packed_table(segment_capacities=capacities))
     declared = made.get_encoder_cudagraph_config()
     assert declared.is_reachable is not None
-    limit, used = max(most, frames), set()
+    limit, used = frames or most, set()
     keys = [(key,) for key in declared.capture_axes[0]] if capacities else [()]
     reachable = {key for key in keys if declared.is_reachable("main", 16, key, most, frames)}
     for segments in range(1, limit + 1):
@@ -718,6 +720,163 @@ def test_metadata_that_would_lose_precision_is_an_error() -> None:
     assert fine._metadata((1, 2, 2), "main")["weights"].dtype == torch.float32
     with pytest.raises(ProtocolError, match="its buffer torch"):
         lossy._metadata((1, 2, 2), "main")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "fits"),
+    [
+        (torch.int32, torch.tensor(2**31 - 1), True),
+        (torch.int32, torch.tensor(-(2**31)), True),
+        (torch.int32, torch.tensor(2**31), False),
+        (torch.int32, torch.tensor(2**40), False),
+        (torch.uint8, torch.tensor(-1), False),
+        (torch.int8, torch.tensor(255, dtype=torch.uint8), False),
+        (torch.uint64, torch.tensor(-1), False),
+        (torch.int64, torch.tensor(2**40), True),
+        (torch.bfloat16, torch.tensor(256), True),
+        (torch.bfloat16, torch.tensor(257), False),
+        (torch.int8, torch.tensor(True), True),
+    ],
+)
+def test_integers_that_the_buffer_cannot_hold_are_an_error(dtype: torch.dtype, given: torch.Tensor, fits: bool) -> None:
+    """They would wrap around, or be rounded; what fits is taken, whatever its dtype, captured or not."""
+
+    class Numbered(PackedTable):
+        def __init__(self) -> None:
+            super().__init__(packed_table().tower)
+            path = self.paths["main"]
+            more = Buffer(role=Role.ROWS, dtype=dtype)
+            self.paths = {"main": dataclasses.replace(path, buffers={**path.buffers, "more": more})}
+
+        def item_metadata(self, key: Any, path: str) -> Mapping[str, torch.Tensor]:
+            return {**super().item_metadata(key, path), "more": given.repeat(key[0] * key[1] * key[2])}
+
+        def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
+            more = values["more"].double()
+            return super().forward(path, {k: v for k, v in values.items() if k != "more"}) + more.view(-1, 4)[:, :1].float()
+
+    request = packed_request([(1, 4, 4), (1, 2, 2)])
+    table = Numbered()
+    for made in (manager(table), captured(table, token_budgets=(16,), packing="greedy")):
+        if fits:
+            want = [feature + given.float() for feature in packed_reference(table, request)]
+            got = made.execute(request)
+            assert all(torch.allclose(g, w) for g, w in zip(got, want, strict=True))
+        else:
+            with pytest.raises(ProtocolError, match=f"metadata 'more' has values that {dtype}, the dtype of its buffer, cannot"):
+                made.execute(request)
+
+
+class Keyed(PackedTable):
+    """Keys are changed by a test."""
+
+    change: Any = staticmethod(lambda key: key)
+
+    def item_keys(self, modality: str, inputs: Mapping[str, Any]) -> Sequence[Any]:
+        return [self.change(key) for key in super().item_keys(modality, inputs)]
+
+
+@pytest.mark.parametrize("change", [list, lambda key: {"t": key[0]}, lambda key: (key[0], [key[1]], key[2])])
+def test_keys_are_hashable(change: Any) -> None:
+    """Lists and dicts are an error of the adapter's, which shows the key."""
+    table = Keyed(toys.PackedTower().eval())
+    table.change = change
+    for made in (manager(table), captured(table, token_budgets=(16,), packing="greedy")):
+        with pytest.raises(ProtocolError, match=r"item key .*unhashable.*keys must be hashable"):
+            made.execute(packed_request([(1, 4, 4)]))
+
+
+@pytest.mark.parametrize(
+    "as_type", [iter, lambda grids: (g for g in grids), lambda grids: dict.fromkeys(grids), lambda g: map(tuple, g)]
+)
+@pytest.mark.parametrize("captures", [False, True])
+def test_sizes_that_can_be_read_once(as_type: Any, captures: bool) -> None:
+    """Generators and other iterables of grids serve, also where a part of the request runs eagerly by its own sizes."""
+    table = packed_table()
+    made = manager(table, token_budgets=(8, 16), packing="greedy")
+    if captures:
+        made.capture()
+    request = packed_request([(1, 4, 4), (1, 10, 10), (1, 2, 6)])
+    got = made.execute({**request, "image_grid_thw": as_type(request["image_grid_thw"])})
+    assert largest_difference(got, packed_reference(table, request)) < 1e-5
+
+
+class OneForBoth(EncoderTable):
+    """One data buffer on two paths; a key is (rows on the first, rows on the second)."""
+
+    def __init__(self) -> None:
+        self.first, self.second = toys.nn.Linear(CHANNELS, toys.WIDTH).eval(), toys.nn.Linear(CHANNELS, toys.WIDTH).eval()
+        rows = {"pixels": Buffer(role=Role.ROWS, shape=(CHANNELS,))}
+        super().__init__(
+            modalities={"image": Modality(data={"pixels": "pixel_values"}, per_item=("counts",))},
+            paths={"first": TablePath(buffers=rows), "second": TablePath(buffers=dict(rows))},
+            out_hidden_size=toys.WIDTH,
+            token_range=(4, 16),
+        )
+
+    def item_keys(self, modality: str, inputs: Mapping[str, Any]) -> Sequence[Any]:
+        return [tuple(key) for key in inputs["counts"]]
+
+    def item_size(self, key: Any) -> ItemSize:
+        rows = {"first": key[0], "second": key[1]}
+        return ItemSize(rows=rows, tokens=rows)
+
+    def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
+        features: torch.Tensor = (self.first if path == "first" else self.second)(values["pixels"])
+        return features
+
+    def assemble(self, key: Any, outputs: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+        return torch.cat([part for part in outputs.values() if part is not None])
+
+
+def test_a_buffer_on_two_paths_has_the_same_rows_on_both() -> None:
+    """Equal rows serve both paths; others are an error that names the item, in every order of the paths."""
+    table = OneForBoth()
+    request = {"pixel_values": toys.seeded(28, CHANNELS), "counts": [(3, 3), (5, 5), (20, 20)]}
+    with torch.no_grad():
+        parts = request["pixel_values"].split([3, 5, 20])
+        want = [torch.cat([table.first(part), table.second(part)]) for part in parts]
+    for made in (manager(table), captured(table, packing="greedy")):
+        assert largest_difference(made.execute(request), want) < 1e-5
+        for odd in ((3, 5), (5, 3), (0, 5), (5, 0)):
+            with pytest.raises(ProtocolError, match=f"item \\({odd[0]}, {odd[1]}\\) has another number of rows"):
+                made.execute({"pixel_values": toys.seeded(5, CHANNELS), "counts": [odd]})
+
+
+def test_tokens_on_a_path_for_which_there_is_no_data() -> None:
+    """Clips bring tags alone, so an item of them that says that it has fine tokens is an error; without those it is served."""
+    table = tiled_table()
+    table.modalities = {
+        "image": table.modalities["image"],
+        "tile": Modality(data={"tiles": "more_tiles"}, per_item=("more_crops",)),
+    }
+
+    class Both(toys.TiledTable):
+        thumbnail = 1
+
+        def item_keys(self, modality: str, inputs: Mapping[str, Any]) -> Sequence[Any]:
+            return [(modality, *key) for key in inputs["crops" if modality == "image" else "more_crops"]]
+
+        def item_size(self, key: Any) -> ItemSize:
+            modality, rows, columns = key
+            count = 1 if modality == "image" else self.thumbnail
+            return ItemSize(
+                rows={"global": count, "local": rows * columns}, tokens={"global": 6 * count, "local": 4 * rows * columns}
+            )
+
+        def assemble(self, key: Any, outputs: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+            return torch.cat([part for part in outputs.values() if part is not None])
+
+    both = Both(table.tower)
+    both.modalities = table.modalities
+    tiles = toys.seeded(2, *toys.TILE)
+    with pytest.raises(ProtocolError, match="has tokens on path 'global', for which tile brings no data"):
+        manager(both).execute({"more_tiles": tiles, "more_crops": [(1, 2)]})
+    both.thumbnail = 0
+    made = manager(both)
+    with torch.no_grad():
+        want = [both.tower(tiles, "local")]
+    assert largest_difference(made.execute({"more_tiles": tiles, "more_crops": [(1, 2)]}), want) < 1e-5
 
 
 @pytest.mark.parametrize("entries", [0, 1, 3])

@@ -50,8 +50,8 @@ class EncoderConfig:
     than the smallest budget on the ladder."""
 
     max_frames_per_batch: int | None = None
-    """Most frames of one replay; sizes the boundary buffers. 0: no clips. None: `max_items_per_batch` clips of the model's
-    greatest length."""
+    """Most frames of one replay, an image being one; sizes the boundary buffers. 0: clips run eagerly. None:
+    `max_items_per_batch` clips of the model's greatest length."""
 
     packing: str = "cost"
     """Which items share a replay. "cost": whatever is predicted to be fastest, eager execution being one of the choices;
@@ -82,7 +82,8 @@ class EncoderConfig:
     """Items after which hits and misses are logged. 0: never."""
 
     verify: bool = True
-    """Try every graph at capture with garbage in its padding; where real rows change, it is not padded."""
+    """Try every graph at capture: items together and padded against each alone, and garbage in the padding. One that fails is
+    not used, and what it would have served runs eagerly, item by item."""
 
     strict: bool = False
     """Raise `SkipError` instead of running eagerly."""

@@ -146,7 +146,9 @@ class Planner:
             return None
         assert self._limits.max_frames is not None, "the manager always limits frames"
         if frames > self._limits.max_frames:
-            return Skip("too-many-frames", f"{frames} frames; a batch may have {self._limits.max_frames}")
+            seen = sum(member.frames for member in members)
+            limit = self._limits.max_frames if seen > self._limits.max_frames else 1
+            return Skip("too-many-frames", f"{seen} frames; a batch may have {limit}")
         axes = self.axis_keys(members, path, frames)
         if axes is None:
             return Skip("no-axis-key", f"{path}: {len(members)} items, {tokens} tokens")

@@ -68,9 +68,19 @@ class MetadataCache:
 
 def _check_range(name: str, value: torch.Tensor, kept_as: torch.dtype) -> None:
     """Integers that the buffer's dtype cannot hold would wrap around."""
-    whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
-    if whole and value.numel() and not lossless(value.dtype, kept_as) and not (value.to(kept_as).to(value.dtype) == value).all():
+    if not _whole(value.dtype) or not value.numel() or lossless(value.dtype, kept_as):
+        return
+    if _whole(kept_as):  # not there and back: 255 as an int8 is -1, which as a uint8 is 255 again
+        limits, numbers = torch.iinfo(kept_as), value.flatten().tolist()
+        fits = limits.min <= min(numbers) <= max(numbers) <= limits.max
+    else:
+        fits = bool((value.to(kept_as).to(value.dtype) == value).all())
+    if not fits:
         raise ProtocolError(f"metadata {name!r} has values that {kept_as}, the dtype of its buffer, cannot hold.")
+
+
+def _whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _nbytes(metadata: Mapping[str, torch.Tensor]) -> int:
