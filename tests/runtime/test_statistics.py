@@ -43,7 +43,7 @@ SHAPES: dict[str, st.SearchStrategy[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "skipped": st.tuples(st.tuples(KEYS, CODES).map(lambda given: (*given[0], Skip(given[1], "why"))), st.just({})),
     "recaptured": st.just(((), {})),
     "cleared": st.just(((), {})),
-    "calibrated": st.tuples(st.tuples(KEYS, SECONDS).map(lambda given: (*given[0], given[1])), st.just({})),
+    "calibrated": st.tuples(st.tuples(KEYS, SECONDS).map(lambda given: (*given[0], given[1], 3 * given[1])), st.just({})),
     "reset": st.just(((), {})),
 }
 
@@ -94,6 +94,7 @@ def recount(history: list[Event]) -> dict[str, Any]:
                 "nbytes": last[2]["nbytes"],
                 "capture_seconds": last[2]["seconds"],
                 "predicted_ms": times[-1] if times else None,
+                "eager_ms": 3 * times[-1] if times else None,
                 "replays": len(mine),
                 "items": sum(items for items, _ in mine),
                 "tokens": tokens,

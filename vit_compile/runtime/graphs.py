@@ -58,8 +58,6 @@ class EncoderGraph:
         self.milliseconds = 0.0
         """Time that capturing took."""
         self.predicted_ms: float | None = None
-        self.generic: Any = None
-        """For models that do not fill their buffers themselves: what does it for them."""
 
     @property
     def label(self) -> str:
@@ -140,6 +138,8 @@ class GraphSet:
             else:
                 self.graphs[key] = made
                 counters.add("captures")
+        if not self.graphs:
+            self.drop()  # what refused graphs took stays in the pool for as long as there is one
 
     def _move_to_a_new_pool(self, make_inputs: Callable[[GraphKey], EncoderCudaGraphCaptureInputs]) -> None:
         """Give back a refused graph's memory: it stays in the pool until the pool goes, so all others are recorded again."""
@@ -222,7 +222,7 @@ class GraphSet:
 
     def drop(self) -> None:
         """Let go of all graphs, buffers and the pool."""
-        if self.recorder is not None and self.graphs:
+        if self.recorder is not None:
             torch.cuda.synchronize(self._device)
         self.graphs.clear()
         if self.recorder is not None:

@@ -152,7 +152,8 @@ class EncoderCudaGraphManager:
             where = (key.path, key.token_budget, key.axis_keys)
             self._statistics.captured(*where, nbytes=graph.nbytes, seconds=graph.milliseconds / 1e3)
             if graph.predicted_ms is not None:
-                self._statistics.calibrated(*where, graph.predicted_ms)
+                eager_ms = eager[key.path](key.token_budget) if key.path in eager else None
+                self._statistics.calibrated(*where, graph.predicted_ms, eager_ms)
         for key, skip in self._set.skips.items():
             self._statistics.skipped(key.path, key.token_budget, key.axis_keys, skip)
             report_skip(skip, strict=self.config.strict)

@@ -43,6 +43,7 @@ class _Graph:
     nbytes: int
     capture_seconds: float
     predicted_ms: float | None = None
+    eager_ms: float | None = None
 
 
 class EncoderStatistics:
@@ -128,12 +129,17 @@ class EncoderStatistics:
             self._graphs.clear()
             self._not_captured.clear()
 
-    def calibrated(self, path: str, token_budget: int, axis_keys: tuple[Hashable, ...], ms: float) -> None:
-        """One replay of a graph was measured to take this long. Without effect where the graph is not held."""
+    def calibrated(
+        self, path: str, token_budget: int, axis_keys: tuple[Hashable, ...], ms: float, eager_ms: float | None = None
+    ) -> None:
+        """One replay of a graph was measured to take this long, and so many tokens would take `eager_ms` eagerly.
+
+        Without effect where the graph is not held.
+        """
         with self._lock:
             graph = self._graphs.get((path, token_budget, axis_keys))
             if graph is not None:
-                graph.predicted_ms = ms
+                graph.predicted_ms, graph.eager_ms = ms, eager_ms
 
     def cumulative(self, token_budgets: Sequence[int]) -> dict[str, Any]:
         """The documented summary: graph_hits, graph_misses, hit_rate, num_budgets and token_budgets.
@@ -167,8 +173,9 @@ class EncoderStatistics:
 
         - `recaptures`; `capture_seconds`: of all captures so far, also of graphs that are gone.
         - `graph_bytes`: of the graphs held now.
-        - `graphs`: held now: [{`path`, `token_budget`, `axis_keys`, `nbytes`, `capture_seconds`, `predicted_ms`, `replays`,
-          `items`, `tokens`, `padded_share`}]; axis keys as strings, `predicted_ms` None where it was not measured, and the last
+        - `graphs`: held now: [{`path`, `token_budget`, `axis_keys`, `nbytes`, `capture_seconds`, `predicted_ms`, `eager_ms`,
+          `replays`, `items`, `tokens`, `padded_share`}]; axis keys as strings, the two times (of a replay, and of as many tokens
+          eagerly: their quotient is what a full replay gains) None where they were not measured, and the last
           four are traffic.
         - `not_captured`: [{`path`, `token_budget`, `axis_keys`, `code`, `detail`}].
         """
@@ -231,6 +238,7 @@ class EncoderStatistics:
             "nbytes": graph.nbytes,
             "capture_seconds": graph.capture_seconds,
             "predicted_ms": graph.predicted_ms,
+            "eager_ms": graph.eager_ms,
             "replays": work.runs,
             "items": work.items,
             "tokens": work.tokens,
