@@ -82,8 +82,9 @@ class EncoderConfig:
     """Items after which hits and misses are logged. 0: never."""
 
     verify: bool = True
-    """Try every graph at capture: items together and padded against each alone, and garbage in the padding. One that fails is
-    not used, and what it would have served runs eagerly, item by item."""
+    """Try every graph at capture: items together and padded against each alone, and garbage in the padding. Where the model
+    gives no example items, the first batches of a graph are compared as well. One that fails is not used, and what it would
+    have served runs eagerly, item by item."""
 
     strict: bool = False
     """Raise `SkipError` instead of running eagerly."""

@@ -58,6 +58,8 @@ class EncoderGraph:
         self.milliseconds = 0.0
         """Time that capturing took."""
         self.predicted_ms: float | None = None
+        self.unseen: set[str] = set()
+        """What no real batch has shown yet to be right: "use" at all, "padding" behind the items, "company" of several."""
 
     @property
     def label(self) -> str:
@@ -92,6 +94,10 @@ class EncoderGraph:
 
     def replay(self) -> torch.Tensor:
         """Run on the buffers as they are: [tokens, width] of the whole budget, in memory that the next replay overwrites."""
+        return self.repeat()
+
+    def repeat(self) -> torch.Tensor:
+        """The same, to see whether it gives the same again: no request is served by it."""
         if self._graph is not None:
             self._graph.replay()
         else:
@@ -180,8 +186,12 @@ class GraphSet:
         """Why a graph may not be used: its forward writes into its inputs, or padding changes real rows."""
         written = _written(graph)
         if written is not None or not isinstance(self._model, SupportsPaddingTrial):
+            graph.unseen = {"use", "padding", "company"}
             return written
-        return self._try_padding(self._model, graph)
+        unsafe = self._try_padding(self._model, graph)
+        if not self._model.is_encoder_cudagraph_trial_real(graph.inputs.state):
+            graph.unseen = {"use", "padding", "company"}
+        return unsafe
 
     def _try_padding(self, model: SupportsPaddingTrial, graph: EncoderGraph) -> Skip | None:
         """Real rows must be those of each item alone, and different garbage in the padding must leave every bit of them."""

@@ -149,3 +149,7 @@ class SupportsPaddingTrial(Protocol):
         """What the last clean `fill_encoder_cudagraph_trial` put in, without padding: for each item the values of a forward
         of its rows alone. Empty where that cannot be told."""
         ...
+
+    def is_encoder_cudagraph_trial_real(self, state: Any) -> bool:
+        """Was the last trial made with metadata as real items have it? Else the first batch of the graph is compared, too."""
+        ...

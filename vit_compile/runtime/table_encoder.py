@@ -337,6 +337,10 @@ class TableEncoder:
         buffers: GraphBuffers = state.buffers
         return [buffers.unpadded_trial()]
 
+    def is_encoder_cudagraph_trial_real(self, state: Any) -> bool:
+        """See `SupportsPaddingTrial`."""
+        return bool(state.trial)
+
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: Mapping[str, Any], path: str, axis_keys: AxisKeys
     ) -> EncoderCudaGraphReplayBuffers:
