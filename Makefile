@@ -19,7 +19,7 @@ demo: $(DEMO_WEIGHTS)
 	$(BIN)/vit-compile run --demo --out-dir demo_output
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
