@@ -143,3 +143,115 @@ def test_what_cannot_run_eagerly_is_trusted(caplog: pytest.LogCaptureFixture) ->
     assert largest_difference(manager.execute(request), toys.written_reference(model, request)) < 1e-5
     assert "no eager path here" in caplog.text
     assert manager.snapshot()["graph_hits"] == 1
+
+
+def test_items_behind_a_refusal_in_the_same_call_run_alone() -> None:
+    """The first of three batches refuses the graph: the items of the others see nobody either."""
+    table = odd("neighbours")
+    grids: list[toys.Grid] = [(1, 4, 4)] * 6
+    manager = captured(table, token_budgets=(8,), max_items_per_batch=2, packing="greedy")
+    for _ in range(2):
+        assert largest_difference(manager.execute(packed_request(grids)), alone(table, grids)) < 1e-5
+    # In the second call each item has the graph for one segment to itself, which is right.
+    assert manager.snapshot()["miss_reasons"] == {"padding-unsafe": 6}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_first_image_shows_nothing(value: float) -> None:
+    """It neither gets a good graph refused nor lets a bad one pass: the next batch is compared."""
+    good, bad = packed_table(), odd("rows")
+    request = packed_request([(1, 4, 4)])
+    broken = {**request, "pixel_values": torch.full_like(request["pixel_values"], value)}
+    for table, hits in ((good, 2), (bad, 1)):
+        manager = captured(table, **GREEDY)
+        assert not bool(manager.execute(broken)[0].isfinite().all())
+        assert largest_difference(manager.execute(request), alone(table, [(1, 4, 4)])) < 1e-5
+        assert manager.snapshot()["graph_hits"] == hits
+
+
+def test_features_of_zeros_show_nothing() -> None:
+    """A black image before a forward without bias: the next batch is compared."""
+
+    class Counting(HandWritten):
+        def encoder_cudagraph_forward(self, values: Mapping[str, Any], path: str) -> torch.Tensor:
+            return super().encoder_cudagraph_forward(values, path) * (1 + len(values["rows"]))
+
+    model = Counting()
+    manager = captured(model, packing="greedy")
+    black = {**toys.written_request([3]), "rows": torch.zeros(3, 4)}
+    manager.execute(black)
+    request = toys.written_request([3])
+    want = [4 * feature for feature in toys.written_reference(model, request)]
+    assert largest_difference(manager.execute(request), want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("failures", "error"), [(1, torch.OutOfMemoryError("full")), (5, torch.OutOfMemoryError("full")), (2, RuntimeError("no"))]
+)
+def test_an_eager_run_that_fails_for_once_is_made_up_for(
+    failures: int, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that does not suffice is no reason to trust a graph, nor is any other error at first."""
+    table = odd("rows")
+    manager = captured(table, **GREEDY)
+    run, left = manager.model.encoder_eager_forward, [error] * failures
+
+    def failing(request: Mapping[str, Any], path: str) -> torch.Tensor:
+        if left:
+            raise left.pop()
+        return run(request, path)
+
+    monkeypatch.setattr(manager.model, "encoder_eager_forward", failing)
+    for _ in range(failures):
+        manager.execute(packed_request([(1, 4, 4)]))
+    assert largest_difference(manager.execute(packed_request([(1, 4, 4)])), alone(table, [(1, 4, 4)])) < 1e-5
+
+
+def test_graphs_that_move_to_a_new_pool_are_still_compared() -> None:
+    """A byte cap makes the held graphs be recorded again: what they have not shown stays to be shown."""
+
+    class Seeing(HandWritten):
+        def encoder_cudagraph_forward(self, values: Mapping[str, Any], path: str) -> torch.Tensor:
+            return super().encoder_cudagraph_forward(values, path).cumsum(0)
+
+    for cap in (700, 900, 1100, 1300):
+        model = Seeing(axes=((4,),))
+        manager = captured(model, packing="greedy", token_budgets=(8, 16, 32), max_items_per_batch=4, max_graph_bytes=cap)
+        assert manager.graphs()
+        request = toys.written_request([3, 4])
+        want = [feature.cumsum(0) for feature in toys.written_reference(model, request)]
+        assert largest_difference(manager.execute(request), want) < 1e-5, cap
+
+
+def test_a_trial_with_one_example_leaves_company_to_be_shown() -> None:
+    """No example is small enough for two: the first batch of several items is compared."""
+
+    class OneExample(Odd):
+        def example_key(self, tokens: int) -> Any:
+            return (1, 2, 2 * tokens) if tokens >= 4 else None
+
+    table = OneExample(packed_table().tower)
+    table.kind = "neighbours"
+    manager = captured(table, token_budgets=(8,), max_items_per_batch=4, packing="greedy")
+    assert {graph.key.axis_keys: graph.unseen for graph in manager._set.graphs.values()} == {
+        (1,): set(),
+        (4,): {"company"},
+        (0,): {"company"},
+    }
+    grids: list[toys.Grid] = [(1, 4, 4), (1, 4, 4)]
+    assert largest_difference(manager.execute(packed_request(grids)), alone(table, grids)) < 1e-5
+
+
+def test_an_eager_path_in_a_wider_dtype_refuses_no_good_graph() -> None:
+    """The comparison is made in the graph's dtype: bfloat16 features beside float32 ones differ by rounding alone."""
+
+    class Wide(HandWritten):
+        def encoder_eager_forward(self, mm_kwargs: Mapping[str, Any], path: str) -> torch.Tensor:
+            wide = {name: mm_kwargs[name].float() for name in ("rows", "scale")}
+            return torch.tanh(wide["rows"] @ self.weights.float()[:4]) * wide["scale"][:, None]
+
+    manager = captured(Wide().to(torch.bfloat16), packing="greedy", dtype=torch.bfloat16)
+    request = toys.written_request([3, 1])
+    request |= {name: request[name].to(torch.bfloat16) for name in ("rows", "scale")}
+    manager.execute(request)
+    assert manager.snapshot()["graph_hits"] == 2

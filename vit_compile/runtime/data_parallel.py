@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from vit_compile.errors import CaptureError, OptionError, ParallelError, ProtocolError
 from vit_compile.planning.balance import longest_first
+from vit_compile.stats import logger
 
 _OK, _FAILED = 0, 1
 _FACTS = 4
@@ -116,6 +117,9 @@ class DataParallel:
         with self._lock:
             self._calls += 1
             if self.size > 1:
+                logger.warning(
+                    "rank %d cannot begin call %d: telling the others, who have to make it too", self.rank, self._calls
+                )
                 with suppress(Exception):  # the caller's own failure says more than a broken connection
                     self._exchange([_FAILED, self._calls], _FACTS + _SLOTS)
 

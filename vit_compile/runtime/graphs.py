@@ -26,6 +26,8 @@ from vit_compile.stats import Skip, counters
 
 WARMUP_RUNS = 2
 TIMED_RUNS = 5
+SEES_OTHERS = ("padding-unsafe", "padding-unproved", "input-mutation")
+"""Reasons for which a graph is refused that make running items together doubtful."""
 MAX_REBUILDS = 4
 """Times that the held graphs are recorded again because a further one was too large; then no further one is tried."""
 Forward = Callable[[Mapping[str, Any], str], torch.Tensor]
@@ -60,6 +62,7 @@ class EncoderGraph:
         self.predicted_ms: float | None = None
         self.unseen: set[str] = set()
         """What no real batch has shown yet to be right: "use" at all, "padding" behind the items, "company" of several."""
+        self.failed_comparisons = 0
 
     @property
     def label(self) -> str:
@@ -114,6 +117,10 @@ class GraphSet:
         self.graphs: dict[GraphKey, EncoderGraph] = {}
         self.skips: dict[GraphKey, Skip] = {}
 
+    def is_distrusted(self, path: str) -> bool:
+        """Was a graph of this path refused because its items see each other, or might?"""
+        return any(key.path == path and skip.code in SEES_OTHERS for key, skip in self.skips.items())
+
     @property
     def nbytes(self) -> int:
         """Bytes of all graphs."""
@@ -149,15 +156,16 @@ class GraphSet:
 
     def _move_to_a_new_pool(self, make_inputs: Callable[[GraphKey], EncoderCudaGraphCaptureInputs]) -> None:
         """Give back a refused graph's memory: it stays in the pool until the pool goes, so all others are recorded again."""
-        kept = list(self.graphs)
+        kept = {key: graph.unseen for key, graph in self.graphs.items()}
         self.drop()
         if self.recorder is not None:
             torch.cuda.empty_cache()
-        for key in kept:
+        for key, unseen in kept.items():
             again = self._one(key, make_inputs, verify=False)
             if isinstance(again, Skip):
                 self.skips[key] = again
             else:
+                again.unseen = unseen
                 self.graphs[key] = again
 
     def _no_room(self, max_graphs: int, max_graph_bytes: int | None) -> Skip | None:
@@ -189,8 +197,7 @@ class GraphSet:
             graph.unseen = {"use", "padding", "company"}
             return written
         unsafe = self._try_padding(self._model, graph)
-        if not self._model.is_encoder_cudagraph_trial_real(graph.inputs.state):
-            graph.unseen = {"use", "padding", "company"}
+        graph.unseen = {"use", "padding", "company"}.difference(self._model.encoder_cudagraph_trial_shows(graph.inputs.state))
         return unsafe
 
     def _try_padding(self, model: SupportsPaddingTrial, graph: EncoderGraph) -> Skip | None:

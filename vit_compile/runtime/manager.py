@@ -45,6 +45,7 @@ from vit_compile.stats import SKIP_CODES, Skip, counters, logger, report_skip
 _FIRST_USE = {torch.float32: 10.0}
 """Tolerances of the backend's proof, which compares like with like, times this: here a compiled run stands beside an eager one
 (TF32 in eager convolutions, other orders of summation)."""
+_MAX_FAILED_COMPARISONS = 3
 NOT_CAPTURED = Skip("not-captured", "capture() did not run since the manager was made or cleared")
 
 
@@ -411,9 +412,12 @@ class EncoderCudaGraphManager:
                     skip = Skip("too-many-segments", f"{graph.label}: {items} items, {tokens} tokens")
                 if self.config.strict:
                     raise SkipError(f"{skip} ({SKIP_CODES[skip.code]}; strict=True)")
-            if selected is None:
-                selected = self.model.select_encoder_cudagraph_items(request, indices)
-            outputs[path] = self._eager(selected, path, tokens)
+            if self._set.is_distrusted(path) and items > 1:
+                outputs[path] = torch.cat(self._one_by_one(request, specs, indices, path))
+            else:
+                if selected is None:
+                    selected = self.model.select_encoder_cudagraph_items(request, indices)
+                outputs[path] = self._eager(selected, path, tokens)
             self._statistics.eager(path, skip.code, items=items, tokens=tokens)
             counters.add_skip(skip.code)
         if self._direct is not None:
@@ -427,6 +431,14 @@ class EncoderCudaGraphManager:
             raise ProtocolError(f"post-processing gave {len(features)} features for {len(members)} items.")
         return features
 
+    def _one_by_one(
+        self, request: Mapping[str, Any], specs: Sequence[EncoderItemSpec], indices: Sequence[int], path: str
+    ) -> list[torch.Tensor]:
+        """Features on one path of each item that has some there, each run eagerly by itself."""
+        mine = [(index, specs[index].tokens_on(path)) for index in indices if specs[index].tokens_on(path)]
+        select = self.model.select_encoder_cudagraph_items
+        return [self._eager(select(request, [index]), path, tokens) for index, tokens in mine]
+
     def _first_use(
         self,
         graph: EncoderGraph,
@@ -437,37 +449,46 @@ class EncoderCudaGraphManager:
     ) -> torch.Tensor | None:
         """Compare a batch that shows something new of a graph with each item alone; the right features where they differ.
 
-        It waits for the device. A graph that differs is not used again. One whose items cannot run eagerly is trusted.
+        It waits for the device. A graph that differs is not used again; one whose items cannot run eagerly is trusted in the
+        end. Features that are zero or not finite show nothing.
         """
         path = graph.key.path
-        mine = [index for index in indices if specs[index].tokens_on(path)]
-        shows = (
-            {"use"} | ({"padding"} if len(got) < graph.key.token_budget else set()) | ({"company"} if len(mine) > 1 else set())
-        )
+        count = sum(specs[index].tokens_on(path) > 0 for index in indices)
+        shows = {"use", *(["padding"] if len(got) < graph.key.token_budget else []), *(["company"] if count > 1 else [])}
         if not shows & graph.unseen:
             return None
         try:
-            select = self.model.select_encoder_cudagraph_items
-            want = torch.cat([self._eager(select(request, [i]), path, specs[i].tokens_on(path)) for i in mine])
-        except ProtocolError:
-            raise
+            alone = self._one_by_one(request, specs, indices, path)
+        except (ProtocolError, torch.OutOfMemoryError) as error:
+            if isinstance(error, ProtocolError):
+                raise
+            return None
         except Exception as error:
-            logger.warning("%s cannot be compared with eager runs of its first items: %s", graph.label, error)
-            graph.unseen.clear()
+            logger.warning("%s cannot be compared with eager runs of its items: %s", graph.label, error)
+            graph.failed_comparisons += 1
+            if graph.failed_comparisons >= _MAX_FAILED_COMPARISONS:
+                graph.unseen.clear()
             return None
         kept = got.clone()
-        again = graph.repeat()[: len(kept)]
-        tolerated = _FIRST_USE.get(kept.dtype, 2.0)
-        if bits_equal(again, kept) and difference_over_tolerance(kept, want) <= tolerated:
-            graph.unseen -= shows
+        same = bits_equal(graph.repeat()[: len(kept)], kept)
+        parts = kept.split([len(item) for item in alone])
+        factor = _FIRST_USE.get(kept.dtype, 1.0)
+        pairs = list(zip(parts, [item.to(kept.dtype) for item in alone], strict=True))
+        if same and all(difference_over_tolerance(part, item) <= factor for part, item in pairs):
+            if all(bool(item.isfinite().all()) and bool(item.any()) for _, item in pairs):
+                graph.unseen -= shows
             return None
-        skip = Skip("padding-unsafe", f"{graph.key}: {len(mine)} items differ from what each gives alone")
-        self._set.graphs.pop(graph.key, None)
-        self._set.skips[graph.key] = skip
-        self._statistics.skipped(path, graph.key.token_budget, graph.key.axis_keys, skip)
+        self._refuse(graph, f"{count} of its items together differ from what each gives alone")
+        return torch.cat(alone)
+
+    def _refuse(self, graph: EncoderGraph, why: str) -> None:
+        """Do not use a graph again."""
+        key, skip = graph.key, Skip("padding-unsafe", f"{graph.key}: {why}")
+        self._set.graphs.pop(key, None)
+        self._set.skips[key] = skip
+        self._statistics.skipped(key.path, key.token_budget, key.axis_keys, skip)
         self._planner = self._new_planner(self._eager_costs)
         report_skip(skip, strict=self.config.strict)
-        return want
 
     def _fill(
         self, graph: EncoderGraph, request: Mapping[str, Any], selected: Mapping[str, Any] | None, indices: Sequence[int]

@@ -10,12 +10,11 @@ from typing import TypeAlias
 from vit_compile.errors import ProtocolError
 from vit_compile.planning import cost_plans, packing
 from vit_compile.runtime.graph_config import AxisKeys, EncoderCudaGraphConfig
-from vit_compile.runtime.graphs import GraphKey
+from vit_compile.runtime.graphs import SEES_OTHERS, GraphKey
 from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.ladders import Ladders
 from vit_compile.stats import Skip
 
-_SEES_OTHERS = ("padding-unsafe", "padding-unproved", "input-mutation")
 _CACHED_PLANS = 4096
 _CACHED_PRICES = 1 << 16
 _UNKNOWN_EAGER_FACTOR = 1e6
@@ -120,7 +119,7 @@ class Planner:
 
     def _parted(self, specs: Sequence[EncoderItemSpec], items: Sequence[packing.Item], batch: PlannedBatch) -> list[PlannedBatch]:
         """A batch whose graph was refused because rows see each other: its items one by one, so that they see nobody."""
-        if len(batch.indices) == 1 or not any(isinstance(c, Skip) and c.code in _SEES_OTHERS for c in batch.choices):
+        if len(batch.indices) == 1 or not any(isinstance(c, Skip) and c.code in SEES_OTHERS for c in batch.choices):
             return [batch]
         alone = [packing.Batch((index,), (0,) * len(self._paths)) for index in batch.indices]
         return [self._planned(specs, items, one) for one in alone]

@@ -6,7 +6,7 @@ Write the methods yourself, or declare a table (`vit_compile.runtime.table`) and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -150,6 +150,9 @@ class SupportsPaddingTrial(Protocol):
         of its rows alone. Empty where that cannot be told."""
         ...
 
-    def is_encoder_cudagraph_trial_real(self, state: Any) -> bool:
-        """Was the last trial made with metadata as real items have it? Else the first batch of the graph is compared, too."""
+    def encoder_cudagraph_trial_shows(self, state: Any) -> Collection[str]:
+        """What the last trial showed with metadata as real items have it: "use", "padding", "company" of several items.
+
+        What is not named is compared on the first batches of the graph.
+        """
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -337,9 +337,12 @@ class TableEncoder:
         buffers: GraphBuffers = state.buffers
         return [buffers.unpadded_trial()]
 
-    def is_encoder_cudagraph_trial_real(self, state: Any) -> bool:
+    def encoder_cudagraph_trial_shows(self, state: Any) -> Collection[str]:
         """See `SupportsPaddingTrial`."""
-        return bool(state.trial)
+        if not state.trial:
+            return ()
+        # On a graph for one segment nobody has company.
+        return ("use", "padding", "company") if len(state.trial) > 1 or state.buffers.segments == 1 else ("use", "padding")
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: Mapping[str, Any], path: str, axis_keys: AxisKeys
