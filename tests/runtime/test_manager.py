@@ -53,7 +53,7 @@ def no_work(manager: EncoderCudaGraphManager) -> Iterator[None]:
     with (
         mock.patch.object(EncoderGraph, "replay", forbidden),
         mock.patch.object(manager.model, "encoder_eager_forward", forbidden),
-        mock.patch.object(manager, "_fill", forbidden),
+        mock.patch.object(manager._runner, "_fill", forbidden),
     ):
         yield
     assert manager.snapshot() == before

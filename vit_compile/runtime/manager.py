@@ -24,14 +24,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vit_compile.backend.proof import bits_equal, difference_over_tolerance
 from vit_compile.errors import InputError, ModalityError, OptionError, ProtocolError, SkipError
+from vit_compile.runtime.batches import NOT_CAPTURED, BatchRunner
 from vit_compile.runtime.capture_inputs import BudgetGraphMetadata, EncoderCudaGraphCaptureInputs
 from vit_compile.runtime.config import EncoderConfig
 from vit_compile.runtime.data_parallel import DataParallel
 from vit_compile.runtime.forward import compiled_forward, eager_forward
 from vit_compile.runtime.generic_buffers import GenericBuffers
-from vit_compile.runtime.graphs import EncoderGraph, GraphKey, GraphSet, median_ms
+from vit_compile.runtime.graphs import GraphKey, GraphSet, median_ms
 from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.ladders import resolve
 from vit_compile.runtime.planner import EagerCost, PlannedBatch, Planner
@@ -41,12 +41,6 @@ from vit_compile.runtime.table import EncoderTable
 from vit_compile.runtime.table_encoder import TableEncoder
 from vit_compile.runtime.weights import WeightWatch, modules_of, tensors_of, train_mode
 from vit_compile.stats import SKIP_CODES, Skip, counters, logger, report_skip
-
-_FIRST_USE = {torch.float32: 10.0}
-"""Tolerances of the backend's proof, which compares like with like, times this: here a compiled run stands beside an eager one
-(TF32 in eager convolutions, other orders of summation)."""
-_MAX_FAILED_COMPARISONS = 3
-NOT_CAPTURED = Skip("not-captured", "capture() did not run since the manager was made or cleared")
 
 
 class EncoderCudaGraphManager:
@@ -94,6 +88,7 @@ class EncoderCudaGraphManager:
         else:
             forward = eager_forward(self.model)
         self._set = GraphSet(self.model, forward, self.declaration.out_hidden_size, self.device)
+        self._runner = BatchRunner(self.model, self.declaration, self._set, self._statistics, strict=self.config.strict)
         self._paths = tuple(self.declaration.paths)
         self._watch: WeightWatch | None = None
         self._planner: Planner | None = None
@@ -320,15 +315,19 @@ class EncoderCudaGraphManager:
             if recorder is not None:
                 recorder.before_replay()
             features: list[torch.Tensor | None] = [None] * len(indices)
+            may_borrow = self.config.outputs == "borrow" and self._parallel is None
             try:
                 for batch in plan:
                     chosen = [indices[position] for position in batch.indices]
-                    made = self._run_batch(request, specs, chosen, batch, reason, alone=len(plan) == 1)
+                    made = self._runner.run(request, specs, chosen, batch, reason, may_borrow=may_borrow and len(plan) == 1)
                     for position, feature in zip(batch.indices, made, strict=True):
                         features[position] = feature
             finally:
                 if recorder is not None:
                     recorder.after_replay()
+                if self._runner.refused and self._planner is not None:
+                    self._planner = self._new_planner(self._eager_costs)
+                self._runner.refused = False
         done = [feature for feature in features if feature is not None]
         assert len(done) == len(indices), "every item is in exactly one batch"
         return done
@@ -366,148 +365,6 @@ class EncoderCudaGraphManager:
                     skip = reason if choice is not None and reason is not None else choice
                     if isinstance(skip, Skip):
                         raise SkipError(f"{skip} ({SKIP_CODES[skip.code]}; strict=True)")
-
-    def _run_batch(
-        self,
-        request: Mapping[str, Any],
-        specs: Sequence[EncoderItemSpec],
-        indices: Sequence[int],
-        batch: PlannedBatch,
-        reason: Skip | None,
-        *,
-        alone: bool,
-    ) -> Sequence[torch.Tensor]:
-        members = [specs[index] for index in indices]
-        selected: Mapping[str, Any] | None = None
-        if self._direct is None:
-            selected = self.model.select_encoder_cudagraph_items(request, indices)
-        outputs: dict[str, torch.Tensor | None] = {}
-        replays = sum(choice is not None for choice in batch.choices)
-        borrow = alone and replays == 1 and self.config.outputs == "borrow" and self._parallel is None
-        for path, choice, tokens in zip(self._paths, batch.choices, batch.tokens, strict=True):
-            if choice is None:
-                outputs[path] = None
-                continue
-            items = sum(member.tokens_on(path) > 0 for member in members)
-            skip = reason if reason is not None else choice
-            if isinstance(skip, GraphKey):
-                graph = self._set.graphs.get(skip)
-                if graph is None:  # refused by an earlier batch, or dropped by an adapter's method, in the middle of the call
-                    skip = self._set.skips.get(skip, NOT_CAPTURED)
-                elif self._fill(graph, request, selected, indices):
-                    output = graph.replay()
-                    if output.shape[0] < tokens:
-                        raise ProtocolError(f"the graph {graph.label} gave {output.shape[0]} tokens for {tokens}.")
-                    # The next replay, of whichever graph, may overwrite it.
-                    features_here = output[:tokens] if borrow else output[:tokens].clone()
-                    right = self._first_use(graph, request, specs, indices, features_here) if graph.unseen else None
-                    if right is None:
-                        self._statistics.replay(path, skip.token_budget, skip.axis_keys, items=items, tokens=tokens)
-                        outputs[path] = features_here
-                    else:
-                        outputs[path] = right
-                        self._statistics.eager(path, "padding-unsafe", items=items, tokens=tokens)
-                    continue
-                else:
-                    skip = Skip("too-many-segments", f"{graph.label}: {items} items, {tokens} tokens")
-                if self.config.strict:
-                    raise SkipError(f"{skip} ({SKIP_CODES[skip.code]}; strict=True)")
-            if self._set.is_distrusted(path) and items > 1:
-                outputs[path] = torch.cat(self._one_by_one(request, specs, indices, path))
-            else:
-                if selected is None:
-                    selected = self.model.select_encoder_cudagraph_items(request, indices)
-                outputs[path] = self._eager(selected, path, tokens)
-            self._statistics.eager(path, skip.code, items=items, tokens=tokens)
-            counters.add_skip(skip.code)
-        if self._direct is not None:
-            features = self._direct.postprocess_encoder_items(outputs, members, request, indices)
-        else:
-            assert selected is not None, "selected above for models that do not fill directly"
-            features = self.model.postprocess_encoder_output(outputs, members, selected)
-        if not isinstance(features, Sequence) or not all(isinstance(feature, torch.Tensor) for feature in features):
-            raise ProtocolError(f"post-processing gave {type(features).__name__}: expected a list with a tensor for each item.")
-        if len(features) != len(members):
-            raise ProtocolError(f"post-processing gave {len(features)} features for {len(members)} items.")
-        return features
-
-    def _one_by_one(
-        self, request: Mapping[str, Any], specs: Sequence[EncoderItemSpec], indices: Sequence[int], path: str
-    ) -> list[torch.Tensor]:
-        """Features on one path of each item that has some there, each run eagerly by itself."""
-        mine = [(index, specs[index].tokens_on(path)) for index in indices if specs[index].tokens_on(path)]
-        select = self.model.select_encoder_cudagraph_items
-        return [self._eager(select(request, [index]), path, tokens) for index, tokens in mine]
-
-    def _first_use(
-        self,
-        graph: EncoderGraph,
-        request: Mapping[str, Any],
-        specs: Sequence[EncoderItemSpec],
-        indices: Sequence[int],
-        got: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Compare a batch that shows something new of a graph with each item alone; the right features where they differ.
-
-        It waits for the device. A graph that differs is not used again; one whose items cannot run eagerly is trusted in the
-        end. Features that are zero or not finite show nothing.
-        """
-        path = graph.key.path
-        count = sum(specs[index].tokens_on(path) > 0 for index in indices)
-        shows = {"use", *(["padding"] if len(got) < graph.key.token_budget else []), *(["company"] if count > 1 else [])}
-        if not shows & graph.unseen:
-            return None
-        try:
-            alone = self._one_by_one(request, specs, indices, path)
-        except (ProtocolError, torch.OutOfMemoryError) as error:
-            if isinstance(error, ProtocolError):
-                raise
-            return None
-        except Exception as error:
-            logger.warning("%s cannot be compared with eager runs of its items: %s", graph.label, error)
-            graph.failed_comparisons += 1
-            if graph.failed_comparisons >= _MAX_FAILED_COMPARISONS:
-                graph.unseen.clear()
-            return None
-        kept = got.clone()
-        same = bits_equal(graph.repeat()[: len(kept)], kept)
-        parts = kept.split([len(item) for item in alone])
-        factor = _FIRST_USE.get(kept.dtype, 1.0)
-        pairs = list(zip(parts, [item.to(kept.dtype) for item in alone], strict=True))
-        if same and all(difference_over_tolerance(part, item) <= factor for part, item in pairs):
-            if all(bool(item.isfinite().all()) and bool(item.any()) for _, item in pairs):
-                graph.unseen -= shows
-            return None
-        self._refuse(graph, f"{count} of its items together differ from what each gives alone")
-        return torch.cat(alone)
-
-    def _refuse(self, graph: EncoderGraph, why: str) -> None:
-        """Do not use a graph again."""
-        key, skip = graph.key, Skip("padding-unsafe", f"{graph.key}: {why}")
-        self._set.graphs.pop(key, None)
-        self._set.skips[key] = skip
-        self._statistics.skipped(key.path, key.token_budget, key.axis_keys, skip)
-        self._planner = self._new_planner(self._eager_costs)
-        report_skip(skip, strict=self.config.strict)
-
-    def _fill(
-        self, graph: EncoderGraph, request: Mapping[str, Any], selected: Mapping[str, Any] | None, indices: Sequence[int]
-    ) -> bool:
-        path = graph.key.path
-        if self._direct is not None:
-            return self._direct.fill_encoder_cudagraph_buffers(graph.inputs.state, request, indices, path)
-        assert selected is not None, "selected for models that do not fill directly"
-        values = self.model.prepare_encoder_cudagraph_replay_buffers(selected, path, graph.key.axis_keys).values
-        buffers: GenericBuffers = graph.inputs.state
-        return buffers.fill(values)
-
-    def _eager(self, selected: Mapping[str, Any], path: str, tokens: int) -> torch.Tensor:
-        output = self.model.encoder_eager_forward(selected, path)
-        width = self.declaration.out_hidden_size
-        if not isinstance(output, torch.Tensor) or tuple(output.shape) != (tokens, width):
-            found = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-            raise ProtocolError(f"encoder_eager_forward gave {found} on path {path!r}: expected [{tokens}, {width}].")
-        return output.clone()  # a tower may return memory that it uses again
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
