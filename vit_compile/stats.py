@@ -180,11 +180,16 @@ _local = threading.local()
 _logged: set[str] = set()
 
 
+def skip_error(skip: Skip) -> SkipError:
+    """What is raised instead of a fallback under `strict`."""
+    return SkipError(f"{skip} ({SKIP_CODES[skip.code]}; strict=True)")
+
+
 def report_skip(skip: Skip, *, strict: bool) -> None:
     """Count a skip, log it once per code and process, and raise it under `strict`."""
     counters.add_skip(skip.code)
     if strict:
-        raise SkipError(f"{skip} ({SKIP_CODES[skip.code]}; strict=True)")
+        raise skip_error(skip)
     if skip.code not in _logged:
         _logged.add(skip.code)
         logger.warning("skip %s (%s); further ones of this kind are only counted", skip, SKIP_CODES[skip.code])

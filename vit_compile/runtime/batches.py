@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vit_compile.backend.proof import bits_equal, difference_over_tolerance
-from vit_compile.errors import ProtocolError, SkipError
+from vit_compile.errors import ProtocolError
 from vit_compile.runtime.generic_buffers import GenericBuffers
 from vit_compile.runtime.graph_config import EncoderCudaGraphConfig
 from vit_compile.runtime.graphs import EncoderGraph, GraphKey, GraphSet
@@ -16,7 +16,7 @@ from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.planner import PlannedBatch
 from vit_compile.runtime.protocol import SupportsDirectFill, SupportsEncoderCudaGraph
 from vit_compile.runtime.statistics import EncoderStatistics
-from vit_compile.stats import SKIP_CODES, Skip, counters, logger, report_skip
+from vit_compile.stats import Skip, counters, logger, report_skip, skip_error
 
 _FIRST_USE = {torch.float32: 10.0}
 """Tolerances of the backend's proof, which compares like with like, times this: here a compiled run stands beside an eager one
@@ -97,7 +97,7 @@ class BatchRunner:
                 else:
                     skip = Skip("too-many-segments", f"{graph.label}: {items} items, {tokens} tokens")
                 if self._strict:
-                    raise SkipError(f"{skip} ({SKIP_CODES[skip.code]}; strict=True)")
+                    raise skip_error(skip)
             if self._graphs.is_distrusted(path) and items > 1:
                 outputs[path] = torch.cat(self._one_by_one(request, specs, indices, path))
             else:
@@ -106,6 +106,17 @@ class BatchRunner:
                 outputs[path] = self._eager(selected, path, tokens)
             self._statistics.eager(path, skip.code, items=items, tokens=tokens)
             counters.add_skip(skip.code)
+        return self._together(outputs, members, request, selected, indices)
+
+    def _together(
+        self,
+        outputs: Mapping[str, torch.Tensor | None],
+        members: Sequence[EncoderItemSpec],
+        request: Mapping[str, Any],
+        selected: Mapping[str, Any] | None,
+        indices: Sequence[int],
+    ) -> Sequence[torch.Tensor]:
+        """Features of the items from the outputs of the paths."""
         if self._direct is not None:
             features = self._direct.postprocess_encoder_items(outputs, members, request, indices)
         else:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vit_compile.errors import InputError, ModalityError, OptionError, ProtocolError, SkipError
+from vit_compile.errors import InputError, ModalityError, OptionError, ProtocolError
 from vit_compile.runtime.batches import NOT_CAPTURED, BatchRunner
 from vit_compile.runtime.capture_inputs import BudgetGraphMetadata, EncoderCudaGraphCaptureInputs
 from vit_compile.runtime.config import EncoderConfig
@@ -40,7 +40,7 @@ from vit_compile.runtime.statistics import EncoderStatistics
 from vit_compile.runtime.table import EncoderTable
 from vit_compile.runtime.table_encoder import TableEncoder
 from vit_compile.runtime.weights import WeightWatch, modules_of, tensors_of, train_mode
-from vit_compile.stats import SKIP_CODES, Skip, counters, logger, report_skip
+from vit_compile.stats import Skip, counters, logger, report_skip, skip_error
 
 
 class EncoderCudaGraphManager:
@@ -364,7 +364,7 @@ class EncoderCudaGraphManager:
                 for choice in batch.choices:
                     skip = reason if choice is not None and reason is not None else choice
                     if isinstance(skip, Skip):
-                        raise SkipError(f"{skip} ({SKIP_CODES[skip.code]}; strict=True)")
+                        raise skip_error(skip)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

@@ -176,12 +176,15 @@ class GraphBuffers:
         self._layouts.put((self._name, keys), block)
         return block
 
-    def fill_for_trial(self, real: int, segments: int, generator: torch.Generator) -> None:
-        """Made-up data: `real` rows of random numbers in so many equal segments, neutral metadata, clean padding."""
+    def forget_contents(self) -> None:
+        """Nothing is known of what the buffers hold: behind the data may be the garbage of a trial."""
         self.held = None
         for buffer in (*self.shared.buffers.values(), *self.metadata.values()):
-            # Behind the data may be the garbage of a trial before, and what `fill` wrote past the buffer.
             buffer.dirty = -1
+
+    def fill_for_trial(self, real: int, segments: int, generator: torch.Generator) -> None:
+        """Made-up data: `real` rows of random numbers in so many equal segments, neutral metadata, clean padding."""
+        self.forget_contents()
         for buffer in self.shared.buffers.values():
             shape = (real, *buffer.tensor.shape[1:])
             buffer.fill(random_values(shape, buffer.tensor.dtype, generator).to(self.device))
@@ -195,9 +198,10 @@ class GraphBuffers:
                 count = min(segments, buffer.entries)
             if buffer.identity is not None:
                 buffer.fill(buffer.identity[:count])
+            elif found.dtype.is_floating_point:
+                buffer.fill(random_values((count, *found.shape[1:]), found.dtype, generator).to(self.device))
             else:
-                fill = random_values((count, *found.shape[1:]), found.dtype, generator)
-                buffer.fill((fill if found.dtype.is_floating_point else fill * 0).to(self.device))
+                buffer.fill(torch.zeros((count, *found.shape[1:]), dtype=found.dtype, device=self.device))
 
     def unpadded_trial(self) -> dict[str, Any]:
         """Copies of what `fill_for_trial` put in, without any padding, and the bounds that belong to it."""

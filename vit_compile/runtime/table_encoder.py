@@ -283,9 +283,7 @@ class TableEncoder:
         keys = self._example_keys(buffers, path, tokens)
         state.trial = [(key, self._random_rows(path, key, generator)) for key in keys]
         if state.trial:
-            buffers.held = None
-            for buffer in buffers.shared.buffers.values():
-                buffer.dirty = -1
+            buffers.forget_contents()
             slices = {name: [rows[name] for _, rows in state.trial] for name in self._data[path]}
             if not buffers.fill(tuple(keys), slices, self._metadata, path):
                 raise ProtocolError(f"example items {keys!r} do not fit the graph of {tokens} tokens that they were made for.")
