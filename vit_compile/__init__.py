@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vit_compile.attention.varlen import varlen_attention
     from vit_compile.backend.runnable import clear
     from vit_compile.backend.warmup import WarmupReport, warmup
+    from vit_compile.models.accelerate import AcceleratedModel, accelerate, encoder_for
     from vit_compile.options import BackendOptions
     from vit_compile.planning import budgets
     from vit_compile.runtime.config import EncoderConfig
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AcceleratedModel": "vit_compile.models.accelerate",
     "SKIP_CODES": "vit_compile.stats",
     "BackendOptions": "vit_compile.options",
     "CallRecord": "vit_compile.stats",
@@ -34,9 +36,11 @@ _HOMES = {
     "Skip": "vit_compile.stats",
     "SupportsEncoderCudaGraph": "vit_compile.runtime.protocol",
     "WarmupReport": "vit_compile.backend.warmup",
+    "accelerate": "vit_compile.models.accelerate",
     "budgets": "vit_compile.planning",
     "clear": "vit_compile.backend.runnable",
     "counters": "vit_compile.stats",
+    "encoder_for": "vit_compile.models.accelerate",
     "errors": "vit_compile",
     "last_call": "vit_compile.stats",
     "varlen_attention": "vit_compile.attention.varlen",
@@ -45,6 +49,7 @@ _HOMES = {
 
 __all__ = [
     "SKIP_CODES",
+    "AcceleratedModel",
     "BackendOptions",
     "CallRecord",
     "EncoderConfig",
@@ -53,9 +58,11 @@ __all__ = [
     "Skip",
     "SupportsEncoderCudaGraph",
     "WarmupReport",
+    "accelerate",
     "budgets",
     "clear",
     "counters",
+    "encoder_for",
     "errors",
     "last_call",
     "varlen_attention",

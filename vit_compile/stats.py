@@ -45,6 +45,7 @@ SKIP_CODES: dict[str, str] = {
     "too-many-frames": "an item has more frames than a batch may have",
     "too-many-segments": "a batch has more attention segments than the graph has room for",
     "no-axis-key": "no key of a capture axis fits the batch",
+    "own-call": "an accelerated model's call asked for more than features, or for what the encoder refuses: its own code answers",
     "eager-cheaper": "running this batch eagerly was predicted to be faster than any graph",
 }
 

@@ -9,6 +9,11 @@ Dense towers call the same function without boundaries and get scaled dot produc
 
 from __future__ import annotations
 
+import copy
+import operator
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +23,35 @@ from vit_compile.errors import MissingDependencyError, ModelError
 
 ATTENTION_NAME = "vit_compile_flash"
 """The registered name; towers look for "flash" in it."""
+
+
+class _Holder(threading.local):
+    """The boundaries of this thread's forward: many towers drop keyword arguments on the way to their attention."""
+
+    def __init__(self) -> None:
+        self.segments: tuple[torch.Tensor, int] | None = None
+
+
+_holder = _Holder()
+
+
+@contextmanager
+def packed_segments(cu_seqlens: torch.Tensor, max_seqlen: int) -> Iterator[None]:
+    """Attention inside keeps to these segments, in towers that pass no boundaries on (dense ones, for example).
+
+    Args:
+        cu_seqlens: int32 [S+1], offsets in rows.
+        max_seqlen: no segment is longer.
+
+    Dynamo traces it, and afterwards nothing is left behind. It holds for the calling thread. Boundaries that a tower does pass
+    on win.
+    """
+    before = _holder.segments
+    _holder.segments = (cu_seqlens, max_seqlen)
+    try:
+        yield
+    finally:
+        _holder.segments = before
 
 
 def attention_forward(
@@ -50,8 +84,13 @@ def attention_forward(
         ([1,T,H,D] or [N,T,H,D], None).
 
     Raises:
-        ModelError: boundaries together with more than one batch item, dropout or causal attention.
+        ModelError: boundaries together with more than one batch item, dropout or causal attention; packed segments of
+            `packed_segments` together with a mask.
     """
+    if cu_seq_lens_q is None and _holder.segments is not None:
+        cu_seq_lens_q, max_length_q = _holder.segments
+        if attention_mask is not None:
+            raise ModelError(f"{type(module).__name__} builds an attention mask, which packed rows have no use for.")
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -122,3 +161,56 @@ def use_attention(tower: torch.nn.Module) -> None:
         )
     register()
     config._attn_implementation = ATTENTION_NAME
+
+
+class AttentionSwitch:
+    """A vision tower on `ATTENTION_NAME` through config objects of its own, so that whoever shares its config notices nothing.
+
+    Deep copies and pickles of the tower have the original config.
+
+    Args:
+        towers: the modules whose attention is switched, children included.
+
+    Raises:
+        ModelError: none of them has a transformers config.
+        MissingDependencyError: transformers is missing or too old.
+    """
+
+    def __init__(self, *towers: torch.nn.Module) -> None:
+        register()
+        own: dict[int, Any] = {}
+        self._switched: list[tuple[torch.nn.Module, Any]] = []
+        for module in (module for tower in towers for module in tower.modules()):
+            config = vars(module).get("config")
+            if config is None or not hasattr(config, "_attn_implementation"):
+                continue
+            if id(config) not in own:
+                own[id(config)] = _own_copy(config)
+            self._switched.append((module, config))
+            module.config = own[id(config)]
+        if not self._switched:
+            raise ModelError(f"{', '.join(type(tower).__name__ for tower in towers)} has no transformers config.")
+
+    def undo(self) -> None:
+        """Give every module the config that it had."""
+        for module, config in self._switched:
+            module.config = config
+        self._switched = []
+
+
+def _own_copy(config: Any) -> Any:
+    """A config with `ATTENTION_NAME`, of which copies and pickles are those of the original."""
+
+    def copied(self: Any, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(config, memo)
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        return operator.getitem, ([config], 0)  # loads as the original, without this package
+
+    own = copy.deepcopy(config)
+    own._attn_implementation = ATTENTION_NAME
+    kind = type(config)
+    own.__class__ = type(
+        kind.__name__, (kind,), {"__deepcopy__": copied, "__reduce_ex__": reduced, "__module__": kind.__module__}
+    )
+    return own

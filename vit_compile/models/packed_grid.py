@@ -13,7 +13,10 @@ from torch import nn
 
 from vit_compile.backend.roles import Role
 from vit_compile.errors import ModelError
-from vit_compile.models.hf_attention import use_attention
+from vit_compile.models.architecture import Architecture
+from vit_compile.models.binding import Binding, Call, Execute, Unserved, find_module, floating_dtype, original
+from vit_compile.models.hf_attention import AttentionSwitch, use_attention
+from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.vision_metadata import vision_metadata
 from vit_compile.runtime.inputs import host_grids
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
@@ -30,8 +33,11 @@ class PackedGridTable(EncoderTable):
         token_range: (smallest, largest) useful budget in output tokens.
         max_frames_per_video: frames, after temporal merging, of the longest clip.
         segment_capacities: see `EncoderTable`.
+        fields: what a token's columns hold. None: what the language model gets, `pooler_output` and behind it the deepstack
+            levels. "all": every field that the tower returns, as `outputs` lays them out.
+        switch: the tower's attention was switched already; None switches it by `use_attention`.
 
-    Features are [t * h * w / merge^2, width]; with deepstack levels these follow the last level's in the width.
+    Features are [t * h * w / merge^2, width].
 
     Raises:
         ModelError: the tower is not of this kind.
@@ -44,29 +50,45 @@ class PackedGridTable(EncoderTable):
         token_range: tuple[int, int] = (64, 4096),
         max_frames_per_video: int = 32,
         segment_capacities: Sequence[int] = (1, 4),
+        fields: str | None = None,
+        switch: AttentionSwitch | None = None,
     ) -> None:
         config: Any = getattr(tower, "config", None)
         merge = getattr(config, "spatial_merge_size", None)
         if not isinstance(merge, int):
             raise ModelError(f"{type(tower).__name__} has no config.spatial_merge_size: it is not a packed tower with grids.")
-        use_attention(tower)
+        if switch is None:
+            use_attention(tower)
         self.tower, self.merge = tower, merge
         probe = vision_metadata(tower, [(1, 2 * merge, 2 * merge)])
         self._constants = {name: value for name, value in probe.items() if value is None}
+        self.outputs = self._outputs(config, fields)
         super().__init__(
             modalities={"image": IMAGE, "video": VIDEO},
             paths=single_path(buffers=self._buffers(config, probe), spatial_merge_size=merge),
-            out_hidden_size=_width(config),
+            out_hidden_size=self.outputs.width,
             token_range=token_range,
             max_frames_per_video=max_frames_per_video,
             segment_capacities=segment_capacities,
         )
 
+    @torch.no_grad()
+    def _outputs(self, config: Any, fields: str | None) -> TowerOutputs:
+        """Found out on a single token, by a run of the tower."""
+        values = vision_metadata(self.tower, [(1, self.merge, self.merge)])
+        weight = next(self.tower.parameters())
+        patches = torch.zeros(self.merge**2, _channels(config), dtype=floating_dtype(self.tower), device=weight.device)
+        values = {name: value.to(weight.device) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+        example = self._run({"hidden_states": patches, **values})
+        if fields == "all":
+            return TowerOutputs(example, units=1)
+        chosen = [name for name in ("pooler_output", "deepstack_features") if example.get(name) is not None]
+        return TowerOutputs(example, units=1, fields=chosen)
+
     def _buffers(self, config: Any, probe: Mapping[str, Any]) -> dict[str, Buffer]:
         square = self.merge**2
-        pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
         found = {
-            "hidden_states": Buffer(role=Role.ROWS, shape=(pixels,)),
+            "hidden_states": Buffer(role=Role.ROWS, shape=(_channels(config),)),
             "position_ids": Buffer(role=Role.ROWS, shape=(2,), dtype=torch.int64),
             "cu_seqlens": Buffer(role=Role.BOUNDARIES, dtype=torch.int32, bound="max_seqlen"),
         }
@@ -109,16 +131,74 @@ class PackedGridTable(EncoderTable):
         return {name: value for name, value in vision_metadata(self.tower, [key]).items() if isinstance(value, torch.Tensor)}
 
     def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
-        """The tower with precomputed metadata; deepstack levels side by side."""
-        output = self.tower(**values, **self._constants)
-        levels = getattr(output, "deepstack_features", None)
-        features: torch.Tensor = output.pooler_output
-        return torch.cat([features, *levels], dim=1) if levels else features
+        """The tower with precomputed metadata; fields side by side."""
+        return self.outputs.join(self._run(values))
+
+    def _run(self, values: Mapping[str, Any]) -> Any:
+        return original(self.tower, "forward")(**{**self._constants, **values})
 
 
-def _width(config: Any) -> int:
-    """Width of a token's features, deepstack levels included."""
-    levels = len(getattr(config, "deepstack_visual_indexes", None) or ())
-    # Qwen2-VL calls the language model's width `hidden_size`, since its own is `embed_dim`.
-    width: int = getattr(config, "out_hidden_size", None) or config.hidden_size
-    return width * (1 + levels)
+def _channels(config: Any) -> int:
+    """Values in a row of `pixel_values`."""
+    channels: int = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    return channels
+
+
+def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> Binding:
+    """The tower of a model, by its class, with the call that the model makes.
+
+    Args:
+        model: a whole model, or its tower.
+        towers: class names of the towers.
+        fields, options: see `PackedGridTable`.
+    """
+    tower = find_module(model, *towers)
+    switch = AttentionSwitch(tower)
+    table = PackedGridTable(tower, fields=fields, switch=switch, **options)
+
+    def serve(execute: Execute, hidden_states: torch.Tensor, grid_thw: Any) -> Any:
+        if grid_thw is None:
+            raise Unserved("no grid_thw")
+        features = execute({"pixel_values": hidden_states, "image_grid_thw": grid_thw})
+        return table.outputs.wrap(torch.cat(features))
+
+    call = Call(owner=tower, method="forward", takes=("hidden_states", "grid_thw"), serve=serve)
+    return Binding(table=table, calls=(call,), switch=switch)
+
+
+_MERGED = "t h w / 4"
+
+ROWS: tuple[Architecture, ...] = (
+    Architecture(
+        name="Qwen2-VL",
+        model_types=("qwen2_vl", "qwen2_vl_vision"),
+        classes=("Qwen2VisionTransformerPretrainedModel",),
+        binder=bind,
+        modalities=("image", "video"),
+        tokens=_MERGED,
+    ),
+    Architecture(
+        name="Qwen2.5-VL",
+        model_types=("qwen2_5_vl", "qwen2_5_vl_vision"),
+        classes=("Qwen2_5_VisionTransformerPretrainedModel",),
+        binder=bind,
+        modalities=("image", "video"),
+        tokens=_MERGED,
+    ),
+    Architecture(
+        name="Qwen3-VL",
+        model_types=("qwen3_vl", "qwen3_vl_vision"),
+        classes=("Qwen3VLVisionModel",),
+        binder=bind,
+        modalities=("image", "video"),
+        tokens=_MERGED,
+    ),
+    Architecture(
+        name="GLM-4.1V",
+        model_types=("glm4v", "glm4v_vision"),
+        classes=("Glm4vVisionModel",),
+        binder=bind,
+        modalities=("image", "video"),
+        tokens=_MERGED,
+    ),
+)

@@ -40,6 +40,27 @@ def host_rows(name: str, value: Any, width: int) -> list[tuple[int, ...]]:
     return rows
 
 
+def host_counts(name: str, value: Any) -> list[int]:
+    """One positive integer for each item, on the host: a list, an array or a tensor (a device tensor is read, once).
+
+    Raises:
+        InputError: anything else.
+    """
+    if isinstance(value, torch.Tensor | _Listable):
+        value = value.tolist()
+    if value is None or isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise InputError(f"{name}={value!r}: expected a positive integer for each item, as a list, an array or a tensor.")
+    counts = []
+    for index, count in enumerate(value):
+        try:
+            counts.append(operator.index(count))
+        except TypeError:
+            raise InputError(f"entry {index} of {name} is {count!r}: expected a positive integer.") from None
+        if counts[-1] < 1:
+            raise InputError(f"entry {index} of {name} is {counts[-1]}: expected a positive integer.")
+    return counts
+
+
 def host_grids(name: str, value: Any, *, spatial_merge_size: int = 1) -> list[tuple[int, int, int]]:
     """Patch grids (t, h, w) as host tuples, checked.
 

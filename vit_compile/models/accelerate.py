@@ -1,0 +1,333 @@
+"""`accelerate`: the vision tower of a Hugging Face model behind an encoder, and nothing else changed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import threading
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vit_compile.errors import GridError, InputError, ModelError, OptionError
+from vit_compile.models.architecture import Architecture
+from vit_compile.models.binding import Binding, Call, Unserved, floating_dtype
+from vit_compile.models.registry import architecture_of
+from vit_compile.runtime.config import EncoderConfig
+from vit_compile.runtime.manager import EncoderCudaGraphManager
+from vit_compile.runtime.weights import modules_of
+from vit_compile.stats import SKIP_CODES, Skip, report_skip
+
+TABLE_OPTIONS = ("token_range", "max_frames_per_video", "segment_capacities")
+"""Options of an architecture's table that `accelerate` and `encoder_for` pass on."""
+CAPTURES = ("first-call", "explicit")
+TEXT_ARGUMENTS = {"use_cache", "logits_to_keep", "cache_position", "output_router_logits", "num_items_in_batch"}
+"""What models hand to their towers though only the text part looks at it."""
+
+
+def accelerate(
+    model: nn.Module,
+    *,
+    config: EncoderConfig | None = None,
+    capture: str = "first-call",
+    group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> AcceleratedModel:
+    """Put an encoder behind the vision calls that a Hugging Face model makes.
+
+    `generate`, `forward`, `get_image_features` and `get_video_features` return what they returned, fields and dtypes included.
+    Everything else of the model stays as it is: its config, `state_dict`, `save_pretrained`, `to`, `eval`, its text attention.
+
+    Args:
+        model: a whole vision-language model, or a vision tower; in eval mode when it is called.
+        config: of the encoder; or its fields as keyword arguments.
+        capture: "first-call" captures when the first image comes (tens of seconds on a GPU); "explicit" runs eagerly until
+            `capture()` is called.
+        group: see `EncoderCudaGraphManager`.
+        options: fields of `EncoderConfig`, and `token_range`, `max_frames_per_video`, `segment_capacities` of the table.
+
+    Returns:
+        The handle: `capture()`, `stats()`, `close()`, usable as a context manager that closes.
+
+    Calls that the encoder does not answer go to the model's own code and are counted with a reason: gradients are wanted, train
+    mode, hidden states or attentions asked for, inputs that it refuses.
+
+    Raises:
+        ModelError: the model is not supported (the text lists what is), is accelerated already, or lies on several devices.
+        OptionError, BudgetError: an option is unknown, or does not fit the model.
+    """
+    if capture not in CAPTURES:
+        raise OptionError(f"capture={capture!r}: expected one of {', '.join(CAPTURES)}.")
+    table_options, made = _options(config, options)
+    return AcceleratedModel(model, made, table_options, first_call=capture == "first-call", group=group)
+
+
+def encoder_for(
+    model: nn.Module, *, config: EncoderConfig | None = None, group: dist.ProcessGroup | None = None, **options: Any
+) -> EncoderCudaGraphManager:
+    """The vision encoder of a Hugging Face model as a manager, projector included: requests in, features out.
+
+    Args:
+        model, config, group, options: see `accelerate`.
+
+    The model's calls are not touched. Packed towers get their attention switched; they stay usable by themselves.
+
+    Raises:
+        ModelError, OptionError, BudgetError: see `accelerate`.
+    """
+    table_options, made = _options(config, options)
+    binding = _bind(architecture_of(model), model, None, table_options)
+    return _manager(binding, made, group)
+
+
+def _options(config: EncoderConfig | None, options: Mapping[str, Any]) -> tuple[dict[str, Any], EncoderConfig]:
+    of_table = {name: value for name, value in options.items() if name in TABLE_OPTIONS}
+    rest = {name: value for name, value in options.items() if name not in TABLE_OPTIONS}
+    if config is not None:
+        if rest:
+            raise OptionError(f"{', '.join(rest)} beside config: put them into the config.")
+        return of_table, config
+    known = [field.name for field in dataclasses.fields(EncoderConfig)]
+    unknown = [name for name in rest if name not in known]
+    if unknown:
+        raise OptionError(f"unknown option {unknown[0]!r}. Known are {', '.join([*known, *TABLE_OPTIONS])}.")
+    return of_table, EncoderConfig(**rest)
+
+
+def _bind(row: Architecture, model: nn.Module, fields: str | None, options: Mapping[str, Any]) -> Binding:
+    try:
+        return row.bind(model, fields=fields, **options)
+    except TypeError as error:
+        unexpected = [name for name in options if repr(name) in str(error)]
+        if unexpected:
+            raise OptionError(f"{row.name} has no option {unexpected[0]!r}.") from error
+        raise
+
+
+def _where(binding: Binding) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of the encoder's weights."""
+    modules = modules_of(binding.table)
+    devices = {parameter.device for module in modules for parameter in module.parameters()}
+    if len(devices) != 1:
+        raise ModelError(f"the vision tower lies on {sorted(map(str, devices))}: an encoder needs it on one device.")
+    return devices.pop(), floating_dtype(modules[0])
+
+
+def _manager(binding: Binding, config: EncoderConfig, group: dist.ProcessGroup | None) -> EncoderCudaGraphManager:
+    device, dtype = _where(binding)
+    return EncoderCudaGraphManager(binding.table, config, device=device, dtype=dtype, group=group)
+
+
+class AcceleratedModel:
+    """The handle that `accelerate` returns. Any thread may use it and the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: EncoderConfig,
+        table_options: Mapping[str, Any],
+        *,
+        first_call: bool,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.model, self.config, self.architecture = model, config, architecture_of(model)
+        self._options, self._first_call, self._group = dict(table_options), first_call, group
+        self._lock = threading.RLock()
+        self._own_calls: dict[str, int] = {}
+        self._installed: list[InstalledCall] = []
+        if any(isinstance(value, InstalledCall) for module in model.modules() for value in vars(module).values()):
+            raise ModelError(f"{type(model).__name__} is accelerated already: close() the handle first.")
+        self._build()
+
+    def _build(self) -> None:
+        self._binding = _bind(self.architecture, self.model, "all", self._options)
+        try:
+            self.manager = _manager(self._binding, self.config, self._group)
+        except BaseException:
+            self._binding.undo()
+            raise
+        self._device, self._dtype = self.manager.device, self.manager.dtype
+        self._watched = modules_of(self._binding.table)
+        self._installed = [InstalledCall(self, call) for call in self._binding.calls]
+        for installed in self._installed:
+            installed.install()
+
+    def capture(self, *, progress: bool = False) -> None:
+        """Capture every graph now. See `EncoderCudaGraphManager.capture`."""
+        with self._lock:
+            self._follow()
+            self.manager.capture(progress=progress)
+
+    def stats(self) -> dict[str, Any]:
+        """`EncoderCudaGraphManager.snapshot`, and `own_calls`: calls that the model's own code answered, by reason."""
+        with self._lock:
+            return {**self.manager.snapshot(), "own_calls": dict(self._own_calls)}
+
+    def encode(self, images: Any) -> Any:
+        """Images of native sizes in one packed call, where the architecture offers that; see docs/models.md.
+
+        Raises:
+            ModelError: it does not.
+        """
+        if self._binding.encode is None:
+            raise ModelError(f"{self.architecture.name} takes what its processor makes: call the model.")
+        return self._binding.encode(self._execute, images)
+
+    def close(self) -> None:
+        """Give the graphs' memory back and restore the model. Idempotent."""
+        with self._lock:
+            for installed in self._installed:
+                installed.remove()
+            self._installed = []
+            self._binding.undo()
+            self.manager.clear()
+
+    def __enter__(self) -> AcceleratedModel:
+        """The handle; nothing is captured by this."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+    ) -> None:
+        """Closes."""
+        self.close()
+
+    # --- what installed calls need -----------------------------------------------------------------------------------
+
+    def _execute(self, request: Mapping[str, Any]) -> list[torch.Tensor]:
+        """`manager.execute`, capturing first where that is due. Data is cast to the encoder's dtype, as towers do."""
+        with self._lock:
+            manager = self.manager
+            if self._first_call:
+                manager.capture()
+        cast = {
+            name: value.to(self._dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for name, value in request.items()
+        }
+        return manager.execute(cast)
+
+    def _follow(self) -> bool:
+        """The model may have been moved or cast: its encoder is made anew then. Was it?"""
+        with self._lock:
+            tower = self._watched[0]
+            if next(tower.parameters()).device == self._device and floating_dtype(tower) == self._dtype:
+                return False
+            self.manager.clear()
+            for installed in self._installed:
+                installed.remove()
+            self._binding.undo()
+            self._build()
+            return True
+
+    def _own(self, reason: str, detail: str) -> None:
+        """Count a call that the model's own code answers."""
+        skip = Skip(reason if reason in SKIP_CODES else "own-call", f"{reason}: {detail}")
+        report_skip(skip, strict=self.config.strict)
+        with self._lock:
+            self._own_calls[reason] = self._own_calls.get(reason, 0) + 1
+
+    def _why_own(self, call: Call, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Why the encoder does not answer a call: (reason, detail), or None."""
+        if any(module.training for module in self._watched):
+            return "train-mode", "the tower is in train mode"
+        if torch.is_grad_enabled():
+            tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+            weights = (weight for module in self._watched for weight in module.parameters())
+            if any(tensor.requires_grad for tensor in tensors) or any(weight.requires_grad for weight in weights):
+                return "gradients", "gradients are enabled; use torch.inference_mode() or torch.no_grad()"
+        config = getattr(call.owner, "config", None)
+        for flag in ("output_hidden_states", "output_attentions"):
+            if getattr(config, flag, False):
+                return "more-outputs", f"config.{flag}"
+        return None
+
+
+class InstalledCall:
+    """Stands in the place of a method on one module."""
+
+    def __init__(self, handle: AcceleratedModel, call: Call) -> None:
+        self._handle, self._call = handle, call
+        self._before = vars(call.owner).get(call.method)
+        self._original = getattr(call.owner, call.method)
+        self._signature = inspect.signature(self._original)
+
+    def install(self) -> None:
+        """Take the method's place."""
+        setattr(self._call.owner, self._call.method, self)
+
+    def remove(self) -> None:
+        """Give the method back, if nobody else has taken its place since."""
+        owner, method = self._call.owner, self._call.method
+        if vars(owner).get(method) is not self:
+            return
+        if self._before is None:
+            delattr(owner, method)
+        else:
+            setattr(owner, method, self._before)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own method returns."""
+        handle, call = self._handle, self._call
+        if handle._follow():
+            return getattr(call.owner, call.method)(*args, **kwargs)
+        taken, why = self._taken(args, kwargs)
+        why = why or handle._why_own(call, taken)
+        if why is None:
+            try:
+                return call.serve(handle._execute, **taken)
+            except Unserved as unserved:
+                why = ("unserved", str(unserved))
+            except (InputError, GridError) as error:
+                why = ("refused-input", str(error))
+        handle._own(*why)
+        return self._original(*args, **kwargs)
+
+    def _taken(self, args: Any, kwargs: Any) -> tuple[dict[str, Any], tuple[str, str] | None]:
+        """The arguments that the encoder takes, and a reason if there are others that change the result."""
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            return {}, ("unserved", str(error))
+        bound.apply_defaults()
+        given: dict[str, Any] = {}
+        defaults: dict[str, Any] = {"return_dict": True, **self._call.ignores}
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= bound.arguments[name]
+            else:
+                given[name] = bound.arguments[name]
+                if parameter.default is not inspect.Parameter.empty:
+                    defaults.setdefault(name, parameter.default)
+        taken = {name: given.pop(name, None) for name in self._call.takes}
+        for name, value in given.items():
+            harmless = (
+                value is None
+                or name in TEXT_ARGUMENTS
+                or (name in defaults and not isinstance(value, torch.Tensor) and value == defaults[name])
+            )
+            if not harmless:
+                return taken, ("more-outputs" if name.startswith("output_") else "unserved", f"{name}={_short(value)}")
+        return taken, None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A deep copy of the model is not accelerated."""
+        owner = memo.get(id(self._call.owner))
+        if owner is None:
+            return self
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
+        return types.MethodType(getattr(type(owner), self._call.method), owner)
+
+    def __reduce__(self) -> Any:
+        """Nor is a pickled one."""
+        return getattr, (self._call.owner, self._call.method)
+
+
+def _short(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

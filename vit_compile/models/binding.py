@@ -1,0 +1,104 @@
+"""How an encoder is bound to a Hugging Face model: the table that serves it, and the calls of the model that it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from vit_compile.errors import ModelError
+from vit_compile.models.hf_attention import AttentionSwitch
+from vit_compile.runtime.table import EncoderTable
+
+Execute = Callable[[Mapping[str, Any]], list[torch.Tensor]]
+"""`EncoderCudaGraphManager.execute`."""
+
+
+class Unserved(Exception):
+    """Raised by a `Call.serve`: this call is the model's own to answer, for the reason given. Never reaches the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A method of one module that the encoder answers in the model's place."""
+
+    owner: nn.Module
+    """Whose method."""
+
+    method: str
+    """Its name, such as "forward" or "get_image_features"."""
+
+    takes: tuple[str, ...]
+    """Arguments that `serve` gets, by name, defaults included. With any other argument that is not at its default (or None)
+    the original answers."""
+
+    serve: Callable[..., Any]
+    """`serve(execute, **arguments)` -> what the original returns. May raise `Unserved`."""
+
+    ignores: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments with a value that changes nothing, beside `return_dict=True`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """An encoder for one model, before it is captured."""
+
+    table: EncoderTable
+    calls: Sequence[Call] = ()
+    switch: AttentionSwitch | None = None
+    """The towers' attention, if it was switched."""
+
+    encode: Callable[[Execute, Any], Any] | None = None
+    """`encode(execute, images)` -> outputs per image, where the architecture takes images of native sizes that way."""
+
+    def undo(self) -> None:
+        """The model as it was."""
+        if self.switch is not None:
+            self.switch.undo()
+
+
+def find_module(model: nn.Module, *class_names: str) -> nn.Module:
+    """The first module of one of these classes, by name: the model itself, or somewhere inside.
+
+    Raises:
+        ModelError: there is none.
+    """
+    for module in model.modules():
+        if type(module).__name__ in class_names:
+            return module
+    raise ModelError(f"{type(model).__name__} has no {' or '.join(class_names)} inside.")
+
+
+def find_owner(model: nn.Module, attribute: str) -> nn.Module:
+    """The innermost-first module, beginning with the model, that has this child or method of its own.
+
+    `find_owner(model, "multi_modal_projector")` is `model.model` for a model with a head, and `model` without one.
+
+    Raises:
+        ModelError: there is none.
+    """
+    for module in model.modules():
+        if attribute in module._modules:
+            return module
+    raise ModelError(f"{type(model).__name__} has no module with {attribute!r}.")
+
+
+def original(owner: nn.Module, method: str) -> Callable[..., Any]:
+    """The method of the module's class, whatever stands in its place on the instance."""
+    bound: Callable[..., Any] = getattr(type(owner), method).__get__(owner)
+    return bound
+
+
+def floating_dtype(module: nn.Module) -> torch.dtype:
+    """Of the first floating-point weight: quantised ones do not say what the encoder computes in.
+
+    Raises:
+        ModelError: there is none.
+    """
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            return parameter.dtype
+    raise ModelError(f"{type(module).__name__} has no floating-point weights.")

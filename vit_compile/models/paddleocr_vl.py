@@ -1,0 +1,7 @@
+"""PaddleOCR-VL."""
+
+from __future__ import annotations
+
+from vit_compile.models.architecture import Architecture
+
+ROWS: tuple[Architecture, ...] = ()
