@@ -12,6 +12,7 @@ from torch import nn
 
 from vit_compile.backend.roles import Role
 from vit_compile.errors import InputError
+from vit_compile.models.binding import floating_dtype
 from vit_compile.runtime.inputs import host_counts
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, TablePath
 
@@ -129,3 +130,25 @@ class TileTable(EncoderTable):
     def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
         """The path's own."""
         return self.tiles[path].forward(**values)
+
+
+@torch.no_grad()
+def on_one_tile(
+    call: Callable[..., Any],
+    module: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Any:
+    """What a model returns for one tile of zeros (ones for integers and masks): the example for `TowerOutputs`.
+
+    Args:
+        call: takes the buffers by name.
+        module: whose device and dtype the tile has.
+        shapes, dtypes: see `Tiles`.
+    """
+    device, made = next(module.parameters()).device, {}
+    for name, shape in shapes.items():
+        dtype = (dtypes or {}).get(name, floating_dtype(module))
+        fill = torch.zeros if dtype.is_floating_point else torch.ones
+        made[name] = fill((1, *shape), dtype=dtype, device=device)
+    return call(**made)
