@@ -59,9 +59,9 @@ def test_the_option_dicts_of_the_readme_are_valid() -> None:
 
 @pytest.mark.timeout(120)
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """README's first block runs as it is (but for the compiler, to be quick) and says what its comments say."""
+    """README's block about torch.compile runs as it is (but for the compiler, to be quick) and says what its comments say."""
     pytest.importorskip("transformers")
-    example = re.findall(r"```python\n(.*?)```", text(README), re.DOTALL)[0]
+    example = re.findall(r"```python\n(.*?)```", text(README), re.DOTALL)[1]
     assert len([line for line in example.splitlines() if line]) <= 10
     quick = example.replace("options = {", 'options = {"compiler": "eager", ')
     assert quick != example
@@ -73,6 +73,28 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert vit_compile.counters.captures == 4  # 8, 4 and 2 images, and the trace for one
     assert vit_compile.counters.skips == {}
     assert "full 4 rows" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(120)
+def test_the_hugging_face_example_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """README's first block has five lines and runs as it is on a tiny model (but for the compiler): the same tokens as without
+    it, every image served by a graph, and the model as it was afterwards."""
+    pytest.importorskip("transformers")
+    from tests.models.whole_models import qwen3_vl_example
+
+    example = re.findall(r"```python\n(.*?)```", text(README), re.DOTALL)[0]
+    assert len([line for line in example.splitlines() if line]) == 5
+    model, inputs = qwen3_vl_example()
+    want = model.generate(**inputs, max_new_tokens=8)
+    accelerate = vit_compile.accelerate
+    monkeypatch.setattr(
+        vit_compile, "accelerate", lambda model: accelerate(model, mode="eager", token_budgets=(16, 64)), raising=False
+    )
+    names: dict[str, Any] = {"model": model, "inputs": inputs}
+    exec(compile(example, "README.md", "exec"), names)
+    assert torch.equal(names["tokens"], want)
+    assert capsys.readouterr().out.split(maxsplit=1) == ["2", "{}\n"]
+    assert "forward" not in vars(model.model.visual)
 
 
 def engine_blocks() -> list[str]:
