@@ -1,7 +1,7 @@
 """The table of docs/models.md, from the registry.
 
-    python scripts/models_table.py             prints it
-    python scripts/models_table.py --write     puts it between `<!-- table -->` and `<!-- end -->` of docs/models.md
+python scripts/models_table.py             prints it
+python scripts/models_table.py --write     puts it between `<!-- table -->` and `<!-- end -->` of docs/models.md
 """
 
 from __future__ import annotations
@@ -63,7 +63,17 @@ def cells(row: Architecture) -> list[str]:
 
 def table() -> str:
     """All rows, and below it what is to be known of each."""
-    titles = ["architecture", "classes", "image", "video", "dual path", "buffers", "output tokens", "transformers", "adapter, lines"]
+    titles = [
+        "architecture",
+        "classes",
+        "image",
+        "video",
+        "dual path",
+        "buffers",
+        "output tokens",
+        "transformers",
+        "adapter, lines",
+    ]
     lines = ["| " + " | ".join(titles) + " |", "| " + " | ".join(["---"] * len(titles)) + " |"]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in architectures()]
     limits = [f"- **{row.name}**: {' '.join(row.limits)}" for row in architectures() if row.limits]
@@ -72,7 +82,9 @@ def table() -> str:
 
 def page(text: str) -> str:
     """The page with the table as it is now."""
-    return re.sub(r"(<!-- table -->\n).*?(<!-- end -->)", lambda found: f"{found[1]}\n{table()}\n\n{found[2]}", text, flags=re.DOTALL)
+    return re.sub(
+        r"(<!-- table -->\n).*?(<!-- end -->)", lambda found: f"{found[1]}\n{table()}\n\n{found[2]}", text, flags=re.DOTALL
+    )
 
 
 def main() -> None:
