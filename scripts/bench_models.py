@@ -178,6 +178,7 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
         if arguments.out:
             content = {
+                "kind": "models",
                 "command": "python " + " ".join(["scripts/bench_models.py", *sys.argv[1:]]),
                 "environment": environment(),
                 "warm_caches": bool(arguments.warm),

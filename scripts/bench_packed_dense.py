@@ -2,7 +2,7 @@
 
     python scripts/bench_packed_dense.py --weights dinov2-s.safetensors --photos photos/ --out docs/benchmarks/packed-dense.json
 
-Every photograph and its flips and crops are encoded; peers take them one at a time, except for the packed form, which takes all in
+Every photograph and its flips and crops are encoded; peers take them one at a time, but for the packed form, which takes all in
 one call. Reported: time for all photographs, graphs, memory, differences from eager, and whether each photograph's nearest
 neighbours among the flips and crops are those of eager.
 """

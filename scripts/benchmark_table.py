@@ -1,10 +1,10 @@
-"""Markdown tables from the result files of `bench_backend.py` and `bench_runtime.py`.
+"""Markdown tables from the result files of `bench_backend.py`, `bench_runtime.py`, `bench_models.py` and `bench_packed_dense.py`.
 
     python scripts/benchmark_table.py docs/benchmarks/*.json                              prints every table
     python scripts/benchmark_table.py docs/benchmarks/*.json --into docs/benchmarks.md README.md    updates the pages
 
-A page has the tables between `<!-- tables -->` (the backend's) or `<!-- runtime -->` and `<!-- end -->`, or the short one
-between `<!-- summary -->` and `<!-- end -->`. Every number is read from the files. A file may say that a field of a peer is
+A page has the tables between `<!-- tables -->` (the backend's), `<!-- runtime -->`, `<!-- models -->` or `<!-- dense -->` and
+`<!-- end -->`, or the short one between `<!-- summary -->` and `<!-- end -->`. Every number is read from the files. A file may say that a field of a peer is
 not valid, and why: `"invalid": {"<peer>": {"bytes": "<reason>"}}`; the table then has a dash and the reason.
 """
 
@@ -151,9 +151,55 @@ def runtime_tables(contents: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def updated(page: str, results: list[Result], runtime: list[Row]) -> str:
+def conditions(content: Row) -> str:
+    """Machine, versions and command, in one line."""
+    machine = content["environment"]
+    versions = f"torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}"
+    return f"{machine['device']}, {versions}. `{content['command']}`"
+
+
+def models_tables(contents: list[Row]) -> str:
+    """Every architecture, one image: the model as shipped, and accelerated."""
+    lines: list[str] = []
+    for content in contents:
+        lines += [conditions(content), ""]
+        titles = ["model", "image", "eager as shipped, ms", "accelerated, ms", "ratio", "graphs", "MiB of graphs", "set-up s"]
+        lines += head([*titles, "difference"])
+        for row in content["models"]:
+            if "error" in row:
+                lines.append(line([row["model"], *["-"] * (len(titles) - 1), f"failed: {row['error'][:80]}"]))
+                continue
+            times = [milliseconds(row["eager_ms"]), milliseconds(row["accelerated_ms"])]
+            ratio = f"{row['eager_ms'] / row['accelerated_ms']:.1f}"
+            rest = [str(row["graphs"]), f"{row['graph_bytes'] / 2**20:.0f}", f"{row['setup_s']:.1f}", f"{row['difference']:.4f}"]
+            lines.append(line([row["model"], row["image"], *times, ratio, *rest]))
+        lines += ["", content["note"], ""] if "note" in content else [""]
+    return "\n".join(lines)
+
+
+def dense_tables(contents: list[Row]) -> str:
+    """Photographs of native sizes through a dense tower, one by one and packed."""
+    lines: list[str] = []
+    for content in contents:
+        lines += [conditions(content), ""]
+        lines += [f"{content['photos']} photographs of {content['sizes']} sizes, {content['patches']} patches.", ""]
+        titles = ["form", "dtype", "all photographs, ms", "set-up s", "MiB reserved", "graphs", "worst token's difference"]
+        lines += head([*titles, "neighbours as in eager"])
+        for row in content["rows"]:
+            if "error" in row:
+                lines.append(line([row["peer"], row["dtype"], *["-"] * (len(titles) - 2), f"failed: {row['error'][:80]}"]))
+                continue
+            cells = [row["peer"], row["dtype"], milliseconds(row["ms"]), f"{row['setup_s']:.1f}"]
+            cells += [f"{row['reserved_bytes'] / 2**20:.0f}", str(row.get("graphs", "-")), f"{row['difference']:.1e}"]
+            lines.append(line([*cells, "yes" if row["neighbours_as_eager"] else "no"]))
+        lines += ["", content["note"], ""] if "note" in content else [""]
+    return "\n".join(lines)
+
+
+def updated(page: str, results: list[Result], others: dict[str, list[Row]]) -> str:
     """A page with its tables made anew."""
-    made = {"tables": tables(results), "summary": summary(results), "runtime": runtime_tables(runtime)}
+    made = {"tables": tables(results), "summary": summary(results), "runtime": runtime_tables(others.get("runtime", []))}
+    made |= {"models": models_tables(others.get("models", [])), "dense": dense_tables(others.get("dense", []))}
     for marker, content in made.items():
         text = f"<!-- {marker} -->\n\n{content.rstrip()}\n\n<!-- end -->"
         page = re.sub(rf"<!-- {marker} -->\n.*?<!-- end -->", lambda _, text=text: text, page, flags=re.DOTALL)
@@ -167,14 +213,19 @@ def main() -> None:
     parser.add_argument("--into", nargs="+", type=Path, default=[], help="pages whose tables are made anew")
     options = parser.parse_args()
     contents = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.files)}
-    results = [Result(path) for path, content in contents.items() if content.get("kind") != "runtime"]
-    runtime = [content for content in contents.values() if content.get("kind") == "runtime"]
+    results = [Result(path) for path, content in contents.items() if "kind" not in content]
+    others: dict[str, list[Row]] = {}
+    for content in contents.values():
+        if "kind" in content:
+            others.setdefault(content["kind"], []).append(content)
     if not options.into:
         print(tables(results))
         print(summary(results))
-        print(runtime_tables(runtime))
+        print(runtime_tables(others.get("runtime", [])))
+        print(models_tables(others.get("models", [])))
+        print(dense_tables(others.get("dense", [])))
     for page in options.into:
-        page.write_text(updated(page.read_text(encoding="utf-8"), results, runtime), encoding="utf-8")
+        page.write_text(updated(page.read_text(encoding="utf-8"), results, others), encoding="utf-8")
 
 
 if __name__ == "__main__":
