@@ -4,8 +4,9 @@
     python scripts/benchmark_table.py docs/benchmarks/*.json --into docs/benchmarks.md README.md    updates the pages
 
 A page has the tables between `<!-- tables -->` (the backend's), `<!-- runtime -->`, `<!-- models -->` or `<!-- dense -->` and
-`<!-- end -->`, or the short one between `<!-- summary -->` and `<!-- end -->`. Every number is read from the files. A file may say that a field of a peer is
-not valid, and why: `"invalid": {"<peer>": {"bytes": "<reason>"}}`; the table then has a dash and the reason.
+`<!-- end -->`, or the short one between `<!-- summary -->` and `<!-- end -->`. Every number is read from the files. A file may
+say that a field of a peer is not valid, and why: `"invalid": {"<peer>": {"bytes": "<reason>"}}`; the table then has a dash and
+the reason.
 """
 
 from __future__ import annotations

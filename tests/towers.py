@@ -81,16 +81,7 @@ def tiny_qwen3_vl(attn: str = "eager", depth: int = 4) -> Any:
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-    config = _packed_config(
-        Qwen3VLVisionConfig,
-        attn,
-        depth=depth,
-        hidden_size=64,
-        intermediate_size=128,
-        out_hidden_size=48,
-        num_position_embeddings=64,
-        deepstack_visual_indexes=[1],
-    )
+    config = _interpolated_config(Qwen3VLVisionConfig, attn, depth, deepstack_visual_indexes=[1])
     return _seeded(lambda: Qwen3VLVisionModel(config))
 
 
@@ -99,10 +90,117 @@ def tiny_glm4v(attn: str = "eager", depth: int = 4) -> Any:
     from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
     from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
 
-    config = _packed_config(
-        Glm4vVisionConfig, attn, depth=depth, hidden_size=64, intermediate_size=128, out_hidden_size=48, image_size=8 * PATCH
-    )
+    config = _glm_config(Glm4vVisionConfig, attn, depth)
     return _seeded(lambda: Glm4vVisionModel(config))
+
+
+def tiny_qwen3_vl_moe(attn: str = "eager", depth: int = 4) -> Any:
+    """Qwen3-VL-MoE vision tower: that of Qwen3-VL, here with deepstack features after layers 0 and 2."""
+    from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
+
+    config = _interpolated_config(Qwen3VLMoeVisionConfig, attn, depth, deepstack_visual_indexes=[0, 2])
+    return _seeded(lambda: Qwen3VLMoeVisionModel(config))
+
+
+def tiny_qwen3_5(attn: str = "eager", depth: int = 4) -> Any:
+    """Qwen3.5 vision tower: that of Qwen3-VL without deepstack features."""
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+
+    config = _interpolated_config(Qwen3_5VisionConfig, attn, depth)
+    return _seeded(lambda: Qwen3_5VisionModel(config))
+
+
+def tiny_qwen3_5_moe(attn: str = "eager", depth: int = 4) -> Any:
+    """Qwen3.5-MoE vision tower: that of Qwen3.5."""
+    from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeVisionConfig
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeVisionModel
+
+    config = _interpolated_config(Qwen3_5MoeVisionConfig, attn, depth)
+    return _seeded(lambda: Qwen3_5MoeVisionModel(config))
+
+
+def tiny_glm4v_moe(attn: str = "eager", depth: int = 4) -> Any:
+    """GLM-4.5V vision tower: that of GLM-4.1V."""
+    from transformers.models.glm4v_moe.configuration_glm4v_moe import Glm4vMoeVisionConfig
+    from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel
+
+    config = _glm_config(Glm4vMoeVisionConfig, attn, depth)
+    return _seeded(lambda: Glm4vMoeVisionModel(config))
+
+
+def tiny_glm_ocr(attn: str = "eager", depth: int = 4) -> Any:
+    """GLM-OCR vision tower: full attention with norms of queries and keys, rotary positions only."""
+    from transformers.models.glm_ocr.configuration_glm_ocr import GlmOcrVisionConfig
+    from transformers.models.glm_ocr.modeling_glm_ocr import GlmOcrVisionModel
+
+    config = _glm_config(GlmOcrVisionConfig, attn, depth)
+    return _seeded(lambda: GlmOcrVisionModel(config))
+
+
+TEXT_WIDTH = 48
+VOCABULARY = 112
+IMAGE_TOKEN, VIDEO_TOKEN = 110, 111
+
+
+def tiny_vlm(kind: str, attn: str = "sdpa", **tower: Any) -> Any:
+    """A whole model of two text layers around the tower of the same kind.
+
+    Args:
+        kind: "qwen2_vl", "qwen2_5_vl", "qwen3_vl" or "glm4v".
+        attn: attention of all parts.
+        tower: for the tower's builder (`depth`).
+    """
+    import transformers
+
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "glm4v": "Glm4v"}[kind]
+    vision = globals()[f"tiny_{kind}"](**{"depth": 3, **tower}).config
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": TEXT_WIDTH,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if kind == "qwen3_vl":
+        text["head_dim"] = TEXT_WIDTH // 4
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text,
+        vision_config=vision.to_dict(),
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=108,
+        vision_end_token_id=109,
+        tie_word_embeddings=False,
+        attn_implementation=attn,
+    )
+    return _seeded(lambda: getattr(transformers, f"{name}ForConditionalGeneration")(config))
+
+
+def _interpolated_config(config_class: Any, attn: str, depth: int, **values: Any) -> Any:
+    return _packed_config(
+        config_class,
+        attn,
+        depth=depth,
+        hidden_size=64,
+        intermediate_size=128,
+        out_hidden_size=48,
+        num_position_embeddings=64,
+        **values,
+    )
+
+
+def _glm_config(config_class: Any, attn: str, depth: int) -> Any:
+    return _packed_config(
+        config_class, attn, depth=depth, hidden_size=64, intermediate_size=128, out_hidden_size=48, image_size=8 * PATCH
+    )
 
 
 def _dense_config(config_class: Any, attn: str, depth: int, side_patches: int) -> Any:

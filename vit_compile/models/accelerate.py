@@ -17,9 +17,11 @@ from torch import nn
 from vit_compile.errors import GridError, InputError, ModelError, OptionError
 from vit_compile.models.architecture import Architecture
 from vit_compile.models.binding import Binding, Call, Unserved, floating_dtype
+from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.models.registry import architecture_of
 from vit_compile.runtime.config import EncoderConfig
 from vit_compile.runtime.manager import EncoderCudaGraphManager
+from vit_compile.runtime.table import EncoderTable
 from vit_compile.runtime.weights import modules_of
 from vit_compile.stats import SKIP_CODES, Skip, report_skip
 
@@ -28,6 +30,8 @@ TABLE_OPTIONS = ("token_range", "max_frames_per_video", "segment_capacities")
 CAPTURES = ("first-call", "explicit")
 TEXT_ARGUMENTS = {"use_cache", "logits_to_keep", "cache_position", "output_router_logits", "num_items_in_batch"}
 """What models hand to their towers though only the text part looks at it."""
+PLAIN = (bool, int, float, str, list, tuple)
+"""Types of values that can be compared with a default: no tensors, no arrays."""
 
 
 def accelerate(
@@ -55,7 +59,8 @@ def accelerate(
         The handle: `capture()`, `stats()`, `close()`, usable as a context manager that closes.
 
     Calls that the encoder does not answer go to the model's own code and are counted with a reason: gradients are wanted, train
-    mode, hidden states or attentions asked for, inputs that it refuses.
+    mode, autocast, hidden states or attentions asked for, inputs that it refuses. A model that was moved or cast gets a new
+    encoder at its next call, with counts of its own.
 
     Raises:
         ModelError: the model is not supported (the text lists what is), is accelerated already, or lies on several devices.
@@ -75,12 +80,13 @@ def encoder_for(
     Args:
         model, config, group, options: see `accelerate`.
 
-    The model's calls are not touched. Packed towers get their attention switched; they stay usable by themselves.
+    The model's calls are not touched, and compute what they did.
 
     Raises:
         ModelError, OptionError, BudgetError: see `accelerate`.
     """
     table_options, made = _options(config, options)
+    _check_untouched(model)
     binding = _bind(architecture_of(model), model, None, table_options)
     return _manager(binding, made, group)
 
@@ -101,12 +107,21 @@ def _options(config: EncoderConfig | None, options: Mapping[str, Any]) -> tuple[
 
 def _bind(row: Architecture, model: nn.Module, fields: str | None, options: Mapping[str, Any]) -> Binding:
     try:
-        return row.bind(model, fields=fields, **options)
+        binding = row.bind(model, fields=fields, **options)
     except TypeError as error:
         unexpected = [name for name in options if repr(name) in str(error)]
         if unexpected:
             raise OptionError(f"{row.name} has no option {unexpected[0]!r}.") from error
         raise
+    if isinstance(binding.switch, AttentionSwitch):
+        table: Any = binding.table  # a method of this one table is replaced
+        table.forward = binding.switch.confine(table.forward)
+    return binding
+
+
+def _check_untouched(model: nn.Module) -> None:
+    if any(isinstance(value, InstalledCall) for module in model.modules() for value in vars(module).values()):
+        raise ModelError(f"{type(model).__name__} is accelerated already: close() the handle first.")
 
 
 def _where(binding: Binding) -> tuple[torch.device, torch.dtype]:
@@ -121,6 +136,18 @@ def _where(binding: Binding) -> tuple[torch.device, torch.dtype]:
 def _manager(binding: Binding, config: EncoderConfig, group: dist.ProcessGroup | None) -> EncoderCudaGraphManager:
     device, dtype = _where(binding)
     return EncoderCudaGraphManager(binding.table, config, device=device, dtype=dtype, group=group)
+
+
+def _data_dtypes(table: EncoderTable) -> dict[str, torch.dtype]:
+    """Of the inputs whose buffers have a floating-point dtype of their own."""
+    buffers = {name: buffer for path in table.paths.values() for name, buffer in path.buffers.items()}
+    found = {}
+    for modality in table.modalities.values():
+        for name, source in modality.data.items():
+            dtype = buffers[name].dtype
+            if dtype is not None and dtype.is_floating_point:
+                found[source] = dtype
+    return found
 
 
 class AcceleratedModel:
@@ -140,8 +167,8 @@ class AcceleratedModel:
         self._lock = threading.RLock()
         self._own_calls: dict[str, int] = {}
         self._installed: list[InstalledCall] = []
-        if any(isinstance(value, InstalledCall) for module in model.modules() for value in vars(module).values()):
-            raise ModelError(f"{type(model).__name__} is accelerated already: close() the handle first.")
+        self._closed = False
+        _check_untouched(model)
         self._build()
 
     def _build(self) -> None:
@@ -152,16 +179,23 @@ class AcceleratedModel:
             self._binding.undo()
             raise
         self._device, self._dtype = self.manager.device, self.manager.dtype
-        self._watched = modules_of(self._binding.table)
+        self._watched, self._data_dtypes = modules_of(self._binding.table), _data_dtypes(self._binding.table)
         self._installed = [InstalledCall(self, call) for call in self._binding.calls]
         for installed in self._installed:
             installed.install()
 
     def capture(self, *, progress: bool = False) -> None:
-        """Capture every graph now. See `EncoderCudaGraphManager.capture`."""
+        """Capture every graph now. See `EncoderCudaGraphManager.capture`.
+
+        Raises:
+            ModelError: the handle is closed.
+            SkipError, ProtocolError: see there.
+        """
         with self._lock:
+            self._check_open()
             self._follow()
-            self.manager.capture(progress=progress)
+            with torch.autocast(self._device.type, enabled=False):
+                self.manager.capture(progress=progress)
 
     def stats(self) -> dict[str, Any]:
         """`EncoderCudaGraphManager.snapshot`, and `own_calls`: calls that the model's own code answered, by reason."""
@@ -172,20 +206,32 @@ class AcceleratedModel:
         """Images of native sizes in one packed call, where the architecture offers that; see docs/models.md.
 
         Raises:
-            ModelError: it does not.
+            ModelError: it does not, or the handle is closed.
         """
-        if self._binding.encode is None:
-            raise ModelError(f"{self.architecture.name} takes what its processor makes: call the model.")
-        return self._binding.encode(self._execute, images)
+        with self._lock:
+            self._check_open()
+            self._follow()
+            if self._binding.encode is None:
+                raise ModelError(f"{self.architecture.name} takes what its processor makes: call the model.")
+            with torch.autocast(self._device.type, enabled=False):
+                return self._binding.encode(self._execute, images)
 
     def close(self) -> None:
         """Give the graphs' memory back and restore the model. Idempotent."""
         with self._lock:
-            for installed in self._installed:
-                installed.remove()
-            self._installed = []
-            self._binding.undo()
-            self.manager.clear()
+            self._closed = True
+            self._take_out()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ModelError("the handle is closed: accelerate() the model again.")
+
+    def _take_out(self) -> None:
+        for installed in self._installed:
+            installed.remove()
+        self._installed = []
+        self._binding.undo()
+        self.manager.clear()
 
     def __enter__(self) -> AcceleratedModel:
         """The handle; nothing is captured by this."""
@@ -199,29 +245,37 @@ class AcceleratedModel:
 
     # --- what installed calls need -----------------------------------------------------------------------------------
 
-    def _execute(self, request: Mapping[str, Any]) -> list[torch.Tensor]:
-        """`manager.execute`, capturing first where that is due. Data is cast to the encoder's dtype, as towers do."""
+    def _serve(self, installed: InstalledCall, arguments: Mapping[str, Any]) -> Any:
+        """What the encoder answers. `close()` and a new encoder wait for it."""
         with self._lock:
-            manager = self.manager
-            if self._first_call:
-                manager.capture()
+            if installed not in self._installed:
+                raise Unserved("the handle was closed, or the model moved, in the meantime")
+            return installed.call.serve(self._execute, **arguments)
+
+    def _execute(self, request: Mapping[str, Any]) -> list[torch.Tensor]:
+        """`manager.execute`, capturing first where that is due. Data is cast as towers cast it: to the encoder's dtype, or to
+        that of its buffer where the table says one."""
+        if self._first_call:
+            self.manager.capture()
         cast = {
-            name: value.to(self._dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            name: value.to(self._data_dtypes.get(name, self._dtype))
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
             for name, value in request.items()
         }
-        return manager.execute(cast)
+        return self.manager.execute(cast)
 
     def _follow(self) -> bool:
-        """The model may have been moved or cast: its encoder is made anew then. Was it?"""
+        """The model may have been moved or cast: its encoder is made anew then, captured if it was. Was it?"""
         with self._lock:
             tower = self._watched[0]
             if next(tower.parameters()).device == self._device and floating_dtype(tower) == self._dtype:
                 return False
-            self.manager.clear()
-            for installed in self._installed:
-                installed.remove()
-            self._binding.undo()
+            captured = self.manager.is_captured()
+            self._take_out()
             self._build()
+            if captured:
+                self.manager.capture()
             return True
 
     def _own(self, reason: str, detail: str) -> None:
@@ -235,6 +289,8 @@ class AcceleratedModel:
         """Why the encoder does not answer a call: (reason, detail), or None."""
         if any(module.training for module in self._watched):
             return "train-mode", "the tower is in train mode"
+        if torch.is_autocast_enabled(self._device.type):
+            return "autocast", "the graphs compute in the dtype of the weights, whatever autocast asks for"
         if torch.is_grad_enabled():
             tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
             weights = (weight for module in self._watched for weight in module.parameters())
@@ -244,6 +300,8 @@ class AcceleratedModel:
         for flag in ("output_hidden_states", "output_attentions"):
             if getattr(config, flag, False):
                 return "more-outputs", f"config.{flag}"
+        if getattr(config, "return_dict", True) is False:
+            return "unserved", "config.return_dict=False"
         return None
 
 
@@ -251,18 +309,18 @@ class InstalledCall:
     """Stands in the place of a method on one module."""
 
     def __init__(self, handle: AcceleratedModel, call: Call) -> None:
-        self._handle, self._call = handle, call
+        self._handle, self.call = handle, call
         self._before = vars(call.owner).get(call.method)
         self._original = getattr(call.owner, call.method)
         self._signature = inspect.signature(self._original)
 
     def install(self) -> None:
         """Take the method's place."""
-        setattr(self._call.owner, self._call.method, self)
+        setattr(self.call.owner, self.call.method, self)
 
     def remove(self) -> None:
         """Give the method back, if nobody else has taken its place since."""
-        owner, method = self._call.owner, self._call.method
+        owner, method = self.call.owner, self.call.method
         if vars(owner).get(method) is not self:
             return
         if self._before is None:
@@ -273,14 +331,16 @@ class InstalledCall:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own method returns."""
-        handle, call = self._handle, self._call
+        handle, call = self._handle, self.call
+        if self not in handle._installed:  # taken out, but somebody had wrapped it before
+            return self._original(*args, **kwargs)
         if handle._follow():
             return getattr(call.owner, call.method)(*args, **kwargs)
         taken, why = self._taken(args, kwargs)
         why = why or handle._why_own(call, taken)
         if why is None:
             try:
-                return call.serve(handle._execute, **taken)
+                return handle._serve(self, taken)
             except Unserved as unserved:
                 why = ("unserved", str(unserved))
             except (InputError, GridError) as error:
@@ -296,7 +356,7 @@ class InstalledCall:
             return {}, ("unserved", str(error))
         bound.apply_defaults()
         given: dict[str, Any] = {}
-        defaults: dict[str, Any] = {"return_dict": True, **self._call.ignores}
+        defaults: dict[str, Any] = {"return_dict": True, **self.call.ignores}
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given |= bound.arguments[name]
@@ -304,12 +364,13 @@ class InstalledCall:
                 given[name] = bound.arguments[name]
                 if parameter.default is not inspect.Parameter.empty:
                     defaults.setdefault(name, parameter.default)
-        taken = {name: given.pop(name, None) for name in self._call.takes}
+        taken = {name: given.pop(name, None) for name in self.call.takes}
         for name, value in given.items():
             harmless = (
                 value is None
                 or name in TEXT_ARGUMENTS
-                or (name in defaults and not isinstance(value, torch.Tensor) and value == defaults[name])
+                or (value is False and name.startswith("output_"))
+                or (name in defaults and isinstance(value, PLAIN) and value == defaults[name])
             )
             if not harmless:
                 return taken, ("more-outputs" if name.startswith("output_") else "unserved", f"{name}={_short(value)}")
@@ -317,16 +378,16 @@ class InstalledCall:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A deep copy of the model is not accelerated."""
-        owner = memo.get(id(self._call.owner))
+        owner = memo.get(id(self.call.owner))
         if owner is None:
             return self
         if self._before is not None:
             return copy.deepcopy(self._before, memo)
-        return types.MethodType(getattr(type(owner), self._call.method), owner)
+        return types.MethodType(getattr(type(owner), self.call.method), owner)
 
     def __reduce__(self) -> Any:
         """Nor is a pickled one."""
-        return getattr, (self._call.owner, self._call.method)
+        return getattr, (self.call.owner, self.call.method)
 
 
 def _short(value: Any) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from vit_compile.backend.proof import difference_over_tolerance
 from vit_compile.errors import ModelError
-from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.runtime.table import EncoderTable
 
 Execute = Callable[[Mapping[str, Any]], list[torch.Tensor]]
@@ -42,13 +43,20 @@ class Call:
     """Further arguments with a value that changes nothing, beside `return_dict=True`."""
 
 
+class Switch(Protocol):
+    """A change of a tower's attention: `AttentionSwitch`, or what does that for towers with another mechanism."""
+
+    def undo(self) -> None:
+        """The attention as it was."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Binding:
     """An encoder for one model, before it is captured."""
 
     table: EncoderTable
     calls: Sequence[Call] = ()
-    switch: AttentionSwitch | None = None
+    switch: Switch | None = None
     """The towers' attention, if it was switched."""
 
     encode: Callable[[Execute, Any], Any] | None = None
@@ -88,8 +96,8 @@ def find_owner(model: nn.Module, attribute: str) -> nn.Module:
 
 def original(owner: nn.Module, method: str) -> Callable[..., Any]:
     """The method of the module's class, whatever stands in its place on the instance."""
-    bound: Callable[..., Any] = getattr(type(owner), method).__get__(owner)
-    return bound
+    # Dynamo of torch 2.11 traces this, but neither `__get__` nor `types.MethodType`.
+    return functools.partial(getattr(type(owner), method), owner)
 
 
 def floating_dtype(module: nn.Module) -> torch.dtype:
@@ -102,3 +110,17 @@ def floating_dtype(module: nn.Module) -> torch.dtype:
         if parameter.is_floating_point():
             return parameter.dtype
     raise ModelError(f"{type(module).__name__} has no floating-point weights.")
+
+
+def check_reentry(tower: nn.Module, got: torch.Tensor, want: torch.Tensor) -> None:
+    """An adapter that enters a tower through its parts computes what the tower's own forward computes.
+
+    Args:
+        tower: for the message.
+        got, want: outputs of the adapter and of the tower for the same example.
+
+    Raises:
+        ModelError: they differ by more than rounding: the tower is another one than the adapter was written for.
+    """
+    if got.shape != want.shape or not difference_over_tolerance(got, want) <= 1:
+        raise ModelError(f"{type(tower).__name__} computes something else than the published tower: it is not supported.")

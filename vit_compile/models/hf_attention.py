@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,12 +24,16 @@ from vit_compile.errors import MissingDependencyError, ModelError
 ATTENTION_NAME = "vit_compile_flash"
 """The registered name; towers look for "flash" in it."""
 
+Forward = Callable[..., Any]
+
 
 class _Holder(threading.local):
-    """The boundaries of this thread's forward: many towers drop keyword arguments on the way to their attention."""
+    """Of this thread's forward: its boundaries, as many towers drop keyword arguments on the way to their attention, and
+    whether it is an encoder's."""
 
     def __init__(self) -> None:
         self.segments: tuple[torch.Tensor, int] | None = None
+        self.encoding = False
 
 
 _holder = _Holder()
@@ -166,7 +170,8 @@ def use_attention(tower: torch.nn.Module) -> None:
 class AttentionSwitch:
     """A vision tower on `ATTENTION_NAME` through config objects of its own, so that whoever shares its config notices nothing.
 
-    Deep copies and pickles of the tower have the original config.
+    Those share their values with the original ones: what is set on either is set on both, the attention included, which the
+    tower has again where the switch does not apply. Deep copies and pickles of the tower have the original config.
 
     Args:
         towers: the modules whose attention is switched, children included.
@@ -178,6 +183,7 @@ class AttentionSwitch:
 
     def __init__(self, *towers: torch.nn.Module) -> None:
         register()
+        self._everywhere = True
         own: dict[int, Any] = {}
         self._switched: list[tuple[torch.nn.Module, Any]] = []
         for module in (module for tower in towers for module in tower.modules()):
@@ -185,11 +191,29 @@ class AttentionSwitch:
             if config is None or not hasattr(config, "_attn_implementation"):
                 continue
             if id(config) not in own:
-                own[id(config)] = _own_copy(config)
+                own[id(config)] = _own_view(config, self)
             self._switched.append((module, config))
             module.config = own[id(config)]
         if not self._switched:
             raise ModelError(f"{', '.join(type(tower).__name__ for tower in towers)} has no transformers config.")
+
+    def confine(self, forward: Forward) -> Forward:
+        """From now on the switch applies inside the returned function only, which does what `forward` does.
+
+        Whatever else calls the tower gets the attention that its config says.
+        """
+        self._everywhere = False
+
+        def confined(*args: Any, **kwargs: Any) -> Any:
+            with _encoding():
+                return forward(*args, **kwargs)
+
+        return confined
+
+    @property
+    def applies(self) -> bool:
+        """Here and now?"""
+        return self._everywhere or _holder.encoding
 
     def undo(self) -> None:
         """Give every module the config that it had."""
@@ -198,8 +222,33 @@ class AttentionSwitch:
         self._switched = []
 
 
-def _own_copy(config: Any) -> Any:
-    """A config with `ATTENTION_NAME`, of which copies and pickles are those of the original."""
+@contextmanager
+def _encoding() -> Iterator[None]:
+    before = _holder.encoding
+    _holder.encoding = True
+    try:
+        yield
+    finally:
+        _holder.encoding = before
+
+
+def _own_view(config: Any, switch: AttentionSwitch) -> Any:
+    """A config with the values of another, and `ATTENTION_NAME` where the switch applies. Its copies and pickles are those of
+    the original."""
+    kind: Any = type(config)
+    inherited: Any = getattr(kind, "_attn_implementation", None)
+    is_property = isinstance(inherited, property)  # as in every config of transformers
+
+    def attention(self: Any) -> Any:
+        if switch.applies:
+            return ATTENTION_NAME
+        return inherited.fget(self) if is_property else vars(self).get("_attn_implementation")
+
+    def set_attention(self: Any, value: Any) -> None:
+        if is_property:
+            inherited.fset(self, value)
+        else:
+            vars(self)["_attn_implementation"] = value
 
     def copied(self: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(config, memo)
@@ -207,10 +256,12 @@ def _own_copy(config: Any) -> Any:
     def reduced(self: Any, protocol: Any) -> Any:
         return operator.getitem, ([config], 0)  # loads as the original, without this package
 
-    own = copy.deepcopy(config)
-    own._attn_implementation = ATTENTION_NAME
-    kind = type(config)
-    own.__class__ = type(
-        kind.__name__, (kind,), {"__deepcopy__": copied, "__reduce_ex__": reduced, "__module__": kind.__module__}
-    )
+    members = {
+        "_attn_implementation": property(attention, set_attention),
+        "__deepcopy__": copied,
+        "__reduce_ex__": reduced,
+        "__module__": kind.__module__,
+    }
+    own: Any = object.__new__(type(kind.__name__, (kind,), members))
+    object.__setattr__(own, "__dict__", vars(config))
     return own

@@ -66,10 +66,11 @@ class OutputLayout:
 
 
 class TowerOutputs:
-    """An `OutputLayout` for what a tower returns: a tensor, or a `ModelOutput` whose fields are tensors or lists of them.
+    """An `OutputLayout` for what a tower returns: a tensor, or a `ModelOutput` of tensors and of lists or tuples of them.
 
     Args:
-        example: what the tower returned for `units` units; fields that are None stay None.
+        example: what the tower returned for `units` units; fields that are None stay None, and so do entries of lists (hidden
+            states of layers that nobody asked for).
         units, tokens: see `OutputLayout`.
         fields: names of the fields to keep, in order; None: all.
 
@@ -79,15 +80,13 @@ class TowerOutputs:
 
     def __init__(self, example: Any, *, units: int, tokens: int = 1, fields: Sequence[str] | None = None) -> None:
         self._type = type(example)
-        self._fields: dict[str, int | None] = {}
+        self._fields: dict[str, _Several | None] = {}
         if isinstance(example, torch.Tensor):
             self._fields["features"] = None
         else:
             for name in fields if fields is not None else example.keys():
                 value = example[name]
-                if not isinstance(value, torch.Tensor) and not all(isinstance(part, torch.Tensor) for part in value):
-                    raise ModelError(f"output {name!r} is {type(value).__name__}: expected a tensor or a list of tensors.")
-                self._fields[name] = None if isinstance(value, torch.Tensor) else len(value)
+                self._fields[name] = None if isinstance(value, torch.Tensor) else _several(name, value)
         self._layout = OutputLayout(self._flat(example), units=units, tokens=tokens)
         self.width = self._layout.width
         """Columns of a token."""
@@ -96,9 +95,12 @@ class TowerOutputs:
         if isinstance(output, torch.Tensor):
             return {"features": output}
         flat: dict[str, torch.Tensor] = {}
-        for name, count in self._fields.items():
+        for name, several in self._fields.items():
             value = getattr(output, name)
-            flat |= {name: value} if count is None else {f"{name}.{number}": value[number] for number in range(count)}
+            if several is None:
+                flat[name] = value
+            else:
+                flat |= {key: part for key, part in zip(several.keys, value, strict=True) if key is not None}
         return flat
 
     def join(self, output: Any) -> torch.Tensor:
@@ -111,9 +113,31 @@ class TowerOutputs:
         if issubclass(self._type, torch.Tensor):
             return flat["features"]
         fields: dict[str, Any] = {}
-        for name, count in self._fields.items():
-            fields[name] = flat[name] if count is None else [flat[f"{name}.{number}"] for number in range(count)]
-        return self._type(**fields)
+        for name, several in self._fields.items():
+            if several is None:
+                fields[name] = flat[name]
+            else:
+                fields[name] = several.kind(None if key is None else flat[key] for key in several.keys)
+        output = self._type(**fields)
+        for name in fields:  # fields that were set later come later, as `to_tuple` shows
+            output.move_to_end(name)
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class _Several:
+    """A field with several tensors."""
+
+    kind: type
+    keys: tuple[str | None, ...]
+    """Names of its entries among the parts; None for those that are None."""
+
+
+def _several(name: str, value: Any) -> _Several:
+    if not isinstance(value, list | tuple) or not all(part is None or isinstance(part, torch.Tensor) for part in value):
+        raise ModelError(f"output {name!r} is {type(value).__name__}: expected a tensor or a list of tensors.")
+    kind = list if isinstance(value, list) else tuple
+    return _Several(kind, tuple(None if part is None else f"{name}.{number}" for number, part in enumerate(value)))
 
 
 def _part(name: str, value: torch.Tensor, units: int, tokens: int) -> _Part:

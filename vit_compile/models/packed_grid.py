@@ -18,7 +18,7 @@ from vit_compile.models.binding import Binding, Call, Execute, Unserved, find_mo
 from vit_compile.models.hf_attention import AttentionSwitch, use_attention
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.vision_metadata import vision_metadata
-from vit_compile.runtime.inputs import host_grids
+from vit_compile.runtime.inputs import host_grids, host_rows
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
 
 IMAGE = Modality(data={"hidden_states": "pixel_values"}, per_item=("image_grid_thw",))
@@ -62,6 +62,8 @@ class PackedGridTable(EncoderTable):
         self.tower, self.merge = tower, merge
         probe = vision_metadata(tower, [(1, 2 * merge, 2 * merge)])
         self._constants = {name: value for name, value in probe.items() if value is None}
+        self.reads_grid = "grid_thw" not in self._constants
+        """The tower looks up grids itself, one for each frame (GLM-4.xV)."""
         self.outputs = self._outputs(config, fields)
         super().__init__(
             modalities={"image": IMAGE, "video": VIDEO},
@@ -107,7 +109,7 @@ class PackedGridTable(EncoderTable):
                 bound="max_window_seqlen",
                 longest=longest,
             )
-        if probe.get("grid_thw") is not None:
+        if self.reads_grid:
             found["grid_thw"] = Buffer(role=Role.PER_SEGMENT, shape=(3,), dtype=torch.int64, pad=1)
         return found
 
@@ -157,10 +159,12 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
     table = PackedGridTable(tower, fields=fields, switch=switch, **options)
 
     def serve(execute: Execute, hidden_states: torch.Tensor, grid_thw: Any) -> Any:
-        if grid_thw is None:
-            raise Unserved("no grid_thw")
-        features = execute({"pixel_values": hidden_states, "image_grid_thw": grid_thw})
-        return table.outputs.wrap(torch.cat(features))
+        grids = host_rows("grid_thw", grid_thw, 3)
+        if not grids:
+            raise Unserved("no images")
+        if table.reads_grid and any(t != 1 for t, _, _ in grids):
+            raise Unserved("a clip in one row: this tower takes a row for each frame")
+        return table.outputs.wrap(torch.cat(execute({"pixel_values": hidden_states, "image_grid_thw": grids})))
 
     call = Call(owner=tower, method="forward", takes=("hidden_states", "grid_thw"), serve=serve)
     return Binding(table=table, calls=(call,), switch=switch)
@@ -168,37 +172,24 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
 
 _MERGED = "t h w / 4"
 
+
+def _row(name: str, model_types: tuple[str, ...], tower: str) -> Architecture:
+    return Architecture(
+        name=name, model_types=model_types, classes=(tower,), binder=bind, modalities=("image", "video"), tokens=_MERGED
+    )
+
+
 ROWS: tuple[Architecture, ...] = (
-    Architecture(
-        name="Qwen2-VL",
-        model_types=("qwen2_vl", "qwen2_vl_vision"),
-        classes=("Qwen2VisionTransformerPretrainedModel",),
-        binder=bind,
-        modalities=("image", "video"),
-        tokens=_MERGED,
-    ),
-    Architecture(
-        name="Qwen2.5-VL",
-        model_types=("qwen2_5_vl", "qwen2_5_vl_vision"),
-        classes=("Qwen2_5_VisionTransformerPretrainedModel",),
-        binder=bind,
-        modalities=("image", "video"),
-        tokens=_MERGED,
-    ),
-    Architecture(
-        name="Qwen3-VL",
-        model_types=("qwen3_vl", "qwen3_vl_vision"),
-        classes=("Qwen3VLVisionModel",),
-        binder=bind,
-        modalities=("image", "video"),
-        tokens=_MERGED,
-    ),
-    Architecture(
-        name="GLM-4.1V",
-        model_types=("glm4v", "glm4v_vision"),
-        classes=("Glm4vVisionModel",),
-        binder=bind,
-        modalities=("image", "video"),
-        tokens=_MERGED,
-    ),
+    _row("Qwen2-VL", ("qwen2_vl", "qwen2_vl_vision"), "Qwen2VisionTransformerPretrainedModel"),
+    _row("Qwen2.5-VL", ("qwen2_5_vl", "qwen2_5_vl_vision"), "Qwen2_5_VisionTransformerPretrainedModel"),
+    _row("Qwen3-VL", ("qwen3_vl", "qwen3_vl_vision"), "Qwen3VLVisionModel"),
+    _row("Qwen3-VL-MoE", ("qwen3_vl_moe", "qwen3_vl_moe_vision"), "Qwen3VLMoeVisionModel"),
+    # Qwen3.6 has the classes and the model types of Qwen3.5.
+    _row("Qwen3.5, Qwen3.6", ("qwen3_5", "qwen3_5_vision"), "Qwen3_5VisionModel"),
+    _row("Qwen3.5-MoE, Qwen3.6-MoE", ("qwen3_5_moe", "qwen3_5_moe_vision"), "Qwen3_5MoeVisionModel"),
+    _row("GLM-4.1V", ("glm4v", "glm4v_vision"), "Glm4vVisionModel"),
+    _row("GLM-4.5V", ("glm4v_moe", "glm4v_moe_vision"), "Glm4vMoeVisionModel"),
+    # Its tower is GLM-4.1V's.
+    _row("GLM-4.6V", ("glm46v",), "Glm4vVisionModel"),
+    _row("GLM-OCR", ("glm_ocr", "glm_ocr_vision"), "GlmOcrVisionModel"),
 )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vit_compile.backend.roles import Role
-from vit_compile.errors import InputError
+from vit_compile.errors import InputError, ModelError
 from vit_compile.models.binding import floating_dtype
 from vit_compile.runtime.inputs import host_counts
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, TablePath
@@ -46,6 +46,9 @@ class TileInputs:
 
     counts: str | None = None
     """Input with the number of tiles of each item. None: every tile is an item."""
+
+    uncounted: int = 0
+    """Tiles of every item that `counts` leaves out: 1 where it counts the crops beside a thumbnail."""
 
 
 class TileTable(EncoderTable):
@@ -106,7 +109,8 @@ class TileTable(EncoderTable):
         """(path, number of tiles) of each item."""
         declared = self._inputs[modality]
         if declared.counts is not None:
-            counts = host_counts(declared.counts, inputs[declared.counts])
+            numbers = host_counts(declared.counts, inputs[declared.counts], least=1 - min(declared.uncounted, 1))
+            counts = [number + declared.uncounted for number in numbers]
         else:
             name = next(iter(self.modalities[modality].data.values()))
             data = inputs[name]
@@ -130,6 +134,77 @@ class TileTable(EncoderTable):
     def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
         """The path's own."""
         return self.tiles[path].forward(**values)
+
+    def assemble(self, key: Any, outputs: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+        """The item's tokens on its path."""
+        output = outputs[key[0]]
+        assert output is not None, "an item has tiles on its path"
+        return output
+
+
+def tile_table_for(
+    module: nn.Module,
+    image_shape: tuple[int, int, int],
+    *,
+    call: Callable[[torch.Tensor], Any] | None = None,
+    output: str | None = None,
+    name: str = "pixel_values",
+    counts: str | None = None,
+    token_range: tuple[int, int] | None = None,
+) -> TileTable:
+    """A table for any module that maps images of one size, [N, *image_shape], to features: timm's, torchvision's, your own.
+
+    Args:
+        module: in eval mode; its weights are watched. One image of a batch may not depend on another.
+        image_shape: (channels, height, width).
+        call: maps images to the output; None: the module itself. `module.forward_features`, for example.
+        output: which field, where the output is a `ModelOutput` or a dict. None: its `last_hidden_state`, or else its first.
+        name: input of a request that has the images.
+        counts: input of a request with the number of images of each item. None: every image is an item.
+        token_range: see `TileTable`.
+
+    The output is [N, tokens, width], or [N, width] for one token; how many tokens is found out by a run on two images of zeros.
+    An item's features are [images * tokens, width].
+
+    Raises:
+        ModelError: the output is of another form.
+    """
+    run = module if call is None else call
+    images = torch.zeros(2, *image_shape, dtype=floating_dtype(module), device=next(module.parameters()).device)
+    with torch.no_grad():
+        example = run(images)
+    if output is None and isinstance(example, Mapping):
+        output = "last_hidden_state" if example.get("last_hidden_state") is not None else next(iter(example.keys()))
+    features = _field(example, output)
+    if features.dim() not in (2, 3) or features.shape[0] != 2:
+        raise ModelError(
+            f"{type(module).__name__} makes {list(features.shape)} of two images: expected [2, tokens, width] or [2, width]. "
+            "Pass a call= that brings it into this form."
+        )
+    tokens, width = 1 if features.dim() == 2 else features.shape[1], features.shape[-1]
+
+    def forward(**values: torch.Tensor) -> torch.Tensor:
+        return _field(run(values[name]), output).reshape(-1, width)
+
+    return TileTable(
+        {"main": Tiles(forward=forward, shapes={name: tuple(image_shape)}, tokens=tokens)},
+        modules=[module],
+        width=width,
+        modalities={"image": TileInputs(path="main", counts=counts)},
+        token_range=token_range,
+    )
+
+
+def _field(value: Any, name: str | None) -> torch.Tensor:
+    """A field of an output, or an output that is a tensor.
+
+    Raises:
+        ModelError: it is no tensor.
+    """
+    found = value if name is None else value[name]
+    if not isinstance(found, torch.Tensor):
+        raise ModelError(f"the output{'' if name is None else ' ' + name} is {type(found).__name__}: expected a tensor.")
+    return found
 
 
 @torch.no_grad()

@@ -40,24 +40,30 @@ def host_rows(name: str, value: Any, width: int) -> list[tuple[int, ...]]:
     return rows
 
 
-def host_counts(name: str, value: Any) -> list[int]:
-    """One positive integer for each item, on the host: a list, an array or a tensor (a device tensor is read, once).
+def host_counts(name: str, value: Any, *, least: int = 1) -> list[int]:
+    """One integer for each item, on the host: a list, an array or a tensor (a device tensor is read, once).
+
+    Args:
+        name: of the input, for messages.
+        value: the integers; may be empty.
+        least: no integer is smaller; 1 or 0.
 
     Raises:
         InputError: anything else.
     """
+    kind = "a positive integer" if least else "an integer from 0 on"
     if isinstance(value, torch.Tensor | _Listable):
         value = value.tolist()
     if value is None or isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise InputError(f"{name}={value!r}: expected a positive integer for each item, as a list, an array or a tensor.")
+        raise InputError(f"{name}={value!r}: expected {kind} for each item, as a list, an array or a tensor.")
     counts = []
     for index, count in enumerate(value):
         try:
             counts.append(operator.index(count))
         except TypeError:
-            raise InputError(f"entry {index} of {name} is {count!r}: expected a positive integer.") from None
-        if counts[-1] < 1:
-            raise InputError(f"entry {index} of {name} is {counts[-1]}: expected a positive integer.")
+            raise InputError(f"entry {index} of {name} is {count!r}: expected {kind}.") from None
+        if counts[-1] < least:
+            raise InputError(f"entry {index} of {name} is {counts[-1]}: expected {kind}.")
     return counts
 
 

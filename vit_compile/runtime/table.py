@@ -156,6 +156,11 @@ class EncoderTable:
     refusal: str | None = None
     """See `EncoderCudaGraphConfig`."""
 
+    def prepare_request(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A request as `modalities` describe it, from what the model's processor makes, where those differ (padded images for
+        a packed tower). Called first, once per request; may run on the device, and raises what is wrong with the inputs."""
+        return inputs
+
     def item_keys(self, modality: str, inputs: Mapping[str, Any]) -> Sequence[Hashable]:
         """A key for each item, from the inputs of one modality: all that sizes and metadata depend on. Called per request.
 

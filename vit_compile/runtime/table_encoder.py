@@ -148,6 +148,7 @@ class TableEncoder:
         if isinstance(mm_kwargs, _Request):
             return mm_kwargs
         table = self.table
+        mm_kwargs = table.prepare_request(mm_kwargs)
         given: dict[str, Any] = {}
         items: list[_Item] = []
         specs: list[EncoderItemSpec] = []

@@ -186,7 +186,7 @@ def full_float32() -> Iterator[None]:
 
 
 def _timed(encode: Encode, pixel_values: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], float]:
-    synchronize = _synchronizer(pixel_values.device)
+    synchronize = synchronizer(pixel_values.device)
     synchronize()
     started = time.perf_counter()
     output = encode(pixel_values)
@@ -194,7 +194,8 @@ def _timed(encode: Encode, pixel_values: torch.Tensor) -> tuple[tuple[torch.Tens
     return output, (time.perf_counter() - started) * 1e3
 
 
-def _synchronizer(device: torch.device) -> Callable[[], None]:
+def synchronizer(device: torch.device) -> Callable[[], None]:
+    """What waits for a device."""
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import platform
@@ -19,6 +20,7 @@ from vit_compile.errors import OptionError
 from vit_compile.tools.compiling import CompileSettings
 from vit_compile.tools.encoding import ImageResult
 from vit_compile.tools.features import preprocessing
+from vit_compile.tools.packed import PackedRun
 from vit_compile.tools.vision_models import VisionModel
 
 SCHEMA = 1
@@ -44,10 +46,14 @@ class RunReport:
 
     gallery_within_tolerance: bool = True
 
+    packed: PackedRun | None = None
+    """All images in one call, where the run was packed."""
+
     @property
     def ok(self) -> bool:
         """Is every image within tolerance of eager?"""
-        return self.gallery_within_tolerance and all(result.within_tolerance for result in self.results)
+        packed = self.packed is None or self.packed.within_tolerance
+        return packed and self.gallery_within_tolerance and all(result.within_tolerance for result in self.results)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values only."""
@@ -57,6 +63,7 @@ class RunReport:
             "model": {"name": self.model.name, "family": self.model.family, "pooling": self.model.encoder.pooling},
             "preprocessing": preprocessing(self.model, max_patches=self.max_patches),
             "options": self.settings.options(),
+            "packed": None if self.packed is None else dataclasses.asdict(self.packed),
             "device": describe_device(self.model.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "images": [_image_dict(result) for result in self.results],
@@ -104,6 +111,8 @@ def print_report(report: RunReport) -> None:
         console.print(
             f"{len(report.results)} of {len(report.results)} images within {tolerance:g} of eager (worst token, relative)."
         )
+    if report.packed is not None:
+        console.print(_packed_line(report.packed), highlight=False)
     if report.retrieval is not None:
         console.print(_retrieval_line(report.retrieval), highlight=False)
     console.print(_counter_line(report.counters), highlight=False)
@@ -173,6 +182,14 @@ def _counter_line(counters: Mapping[str, int | dict[str, int]]) -> str:
     if isinstance(skips, dict) and skips:
         words.append("skips: " + ", ".join(f"{code} {count}" for code, count in sorted(skips.items())))
     return ("Backend: " + ", ".join(words)) if words else "Backend: not reached."
+
+
+def _packed_line(run: PackedRun) -> str:
+    return (
+        f"Packed: {run.pictures} images of {run.sizes} sizes in one call, {run.replays} replays, {run.padded_share:.0%} padding: "
+        f"{run.ms:.1f} ms, eager one by one {run.eager_ms:.1f} ms; {run.graphs} graphs, ready in {run.setup_s:.1f} s; "
+        f"largest relative difference from eager {run.worst_token_relative:.1e}."
+    )
 
 
 def _retrieval_line(numbers: Mapping[str, Any]) -> str:

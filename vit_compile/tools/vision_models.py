@@ -57,7 +57,10 @@ class VisionEncoder(nn.Module):
 
     def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and pooled vector of a batch of images of one size."""
-        output = self.tower(pixel_values=pixel_values, **self.extra_arguments)
+        return self.of_output(self.tower(pixel_values=pixel_values, **self.extra_arguments))
+
+    def of_output(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same from what the tower returned."""
         tokens = output.last_hidden_state
         if self.pooling == "pooler_output":
             return tokens, output.pooler_output
