@@ -136,6 +136,7 @@ def main() -> None:
     files = sorted(path for path in arguments.photos.iterdir() if path.suffix in (".jpg", ".png"))
     opened = [(path.stem, load_image(path)) for path in files]
     result: dict[str, Any] = {
+        "kind": "dense",
         "command": "python " + " ".join(sys.argv),
         "environment": environment(),
         "photos": len(files),
