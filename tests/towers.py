@@ -95,11 +95,11 @@ def tiny_glm4v(attn: str = "eager", depth: int = 4) -> Any:
 
 
 def tiny_qwen3_vl_moe(attn: str = "eager", depth: int = 4) -> Any:
-    """Qwen3-VL-MoE vision tower: that of Qwen3-VL, here with deepstack features after layers 0 and 2."""
+    """Qwen3-VL-MoE vision tower: that of Qwen3-VL, here with deepstack features after layers 0 and 1."""
     from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
     from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
-    config = _interpolated_config(Qwen3VLMoeVisionConfig, attn, depth, deepstack_visual_indexes=[0, 2])
+    config = _interpolated_config(Qwen3VLMoeVisionConfig, attn, depth, deepstack_visual_indexes=[0, 1])
     return _seeded(lambda: Qwen3VLMoeVisionModel(config))
 
 

@@ -1,4 +1,4 @@
-"""`accelerate` and its handle, on tiny whole models: what a model returns, what it keeps, what its own code answers, what is left."""
+"""`accelerate` and its handle, on tiny whole models: what they return, what they keep, what their own code answers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from vit_compile.errors import ModelError, OptionError, SkipError
 from vit_compile.models.accelerate import AcceleratedModel, InstalledCall, accelerate, encoder_for
 from vit_compile.models.registry import architectures
 from vit_compile.runtime.config import EncoderConfig
+from vit_compile.stats import counters
 
 pytest.importorskip("transformers")
 
@@ -127,7 +128,7 @@ def test_bare_towers() -> None:
 
 
 def test_bfloat16() -> None:
-    """In bfloat16 the fields keep their dtypes, and are within 1 % (measured: 0.4 %) of those of eager attention."""
+    """In bfloat16 the fields keep their dtypes, and are within 1 % (measured: 0.7 %) of those of eager attention."""
     model, want = fresh().to(torch.bfloat16), copy.deepcopy(reference()).to(torch.bfloat16)
     with accelerated(model, **OPTIONS) as handle:
         got, expected = features(model), features(want)
@@ -342,11 +343,13 @@ def test_outputs_asked_for_by_the_config() -> None:
 
 def test_hidden_states_before_the_first_capture() -> None:
     """transformers leaves its hooks in the layers then: graphs that are captured afterwards are as right, traced once."""
-    model = fresh()
+    model = towers.tiny_vlm("qwen2_vl", depth=1)
+    want = features(eager_copy(model))
     with accelerate(model, mode="compiled", compiler="eager", packing="greedy", **OPTIONS) as handle:
         assert len(features(model, **images(), output_hidden_states=True).hidden_states) > 1
-        assert difference(features(model), features(reference())) <= TOLERANCE
+        assert difference(features(model), want) <= TOLERANCE
         assert served(handle) == (2, {}, {"more-outputs": 1})
+        assert counters.graphs_seen == 1
 
 
 @pytest.mark.parametrize("case", ["gradients of weights", "hidden states", "an argument that nobody knows"])
@@ -474,7 +477,7 @@ def test_threads() -> None:
             for _ in range(5):
                 with torch.set_grad_enabled(number == 3):
                     output = model.get_image_features(**images(number))
-                found.append(difference(output.pooler_output, wanted[number].pooler_output))
+                found.append(difference([part.detach() for part in output.pooler_output], [*wanted[number].pooler_output]))
             worst[number] = max(found)
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
@@ -601,8 +604,10 @@ def test_encoder_for(kind: str) -> None:
         assert manager.snapshot()["miss_reasons"] == {}
         want = []
         for output in (reference(kind).get_image_features(**images()), reference(kind).get_video_features(**clip())):
+            # transformers 5.17 does not split the levels by item.
             levels = [output.pooler_output, *(output.get("deepstack_features") or [])]
-            want += [torch.cat(parts, dim=1) for parts in zip(*levels, strict=True)]
+            wide = torch.cat([level if isinstance(level, torch.Tensor) else torch.cat(level) for level in levels], dim=1)
+            want += wide.split([len(feature) for feature in output.pooler_output])
         assert difference(got, want) <= TOLERANCE
         assert "forward" not in vars(model.model.visual)
         assert difference(features(model), features(shared(kind))) == 0

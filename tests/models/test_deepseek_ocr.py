@@ -18,10 +18,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.models import parity
+from tests.models.host_tensors import HostTensors
 from tests.models.reference import deepseek_ocr as published
 from vit_compile.errors import InputError, ModelError
 from vit_compile.models import deepseek_ocr
@@ -203,8 +202,10 @@ def test_features_are_those_that_the_language_model_gets(name: str, case: str) -
     request = family.request(crops)
     made._statistics.reset()
     assert parity.difference(made.execute(request), family.by_hand(reference(name), request, crops)) <= parity.TOLERANCE
-    large = sum(count_of(crop) > 6 for crop in crops)
-    assert counts(made)[1] == ({"too-large": large} if large else {})
+    tiles = [count_of(crop) for crop in crops]
+    large = sum(count > 6 for count in tiles)
+    hits = len(crops) + sum(0 < count <= 6 for count in tiles)
+    assert counts(made) == (hits, {"too-large": large} if large else {})
 
 
 @pytest.mark.parametrize("name", IN_TRANSFORMERS)
@@ -341,7 +342,7 @@ def runs(made: EncoderCudaGraphManager) -> Iterator[list[tuple[str, str]]]:
 @pytest.mark.parametrize("failing", [(), (GLOBAL,), (LOCAL,), (GLOBAL, LOCAL)])
 @pytest.mark.parametrize("crops", [TWO_OF_EACH, [(1, 1), (1, 1)]], ids=["tiles", "no tiles"])
 def test_found_and_not_found(failing: tuple[str, ...], crops: Crops) -> None:
-    """Each path has a graph or runs eagerly by itself, and without tiles theirs does not run at all: the features are the same."""
+    """Each path has a graph or runs eagerly by itself, and without tiles theirs does not run: the features are the same."""
     family, real = FAMILIES["published"], TwoViewTable.forward
 
     def failing_forward(self: TwoViewTable, path: str, values: Mapping[str, Any]) -> torch.Tensor:
@@ -391,23 +392,21 @@ def test_an_image_does_not_depend_on_its_neighbours(name: str) -> None:
 
 
 def test_compiled_features_are_the_same() -> None:
-    """Dynamo traces one graph for each path, for all budgets, and the features are the same."""
+    """Dynamo traces the path of the tiles once for all budgets, and the features are the same. (The other path is alike.)"""
     family = FAMILIES["ocr2"]
-    with (
-        mock.patch.dict(SAM, {"num_hidden_layers": 1, "global_attn_indexes": []}),
-        mock.patch.dict(PATCHES, {"num_hidden_layers": 1}),
-    ):
+    sam = mock.patch.dict(SAM, {"num_hidden_layers": 1, "global_attn_indexes": [0]})
+    with sam, mock.patch.dict(PATCHES, {"num_hidden_layers": 1}):
         model = build_ocr2()
-    # No budget of a single view or tile: a size of 1 is a constant to torch.compile, with a graph of its own.
-    view, tile = family.tokens
-    ladders = {GLOBAL: (2 * view, 3 * view), LOCAL: (2 * tile, 6 * tile)}
+    tile = family.tokens[1]
+    ladders = {GLOBAL: (6,), LOCAL: (2 * tile, 6 * tile)}  # no room for a view: it runs eagerly
     made = manager("ocr2", model, mode="compiled", compiler="eager", verify=False, path_token_budgets=ladders)
     made.capture()
     request = family.request(TWO_OF_EACH)
     want = family.by_hand(parity.eager_copy(model), request, TWO_OF_EACH)
     assert parity.difference(made.execute(request), want) <= parity.TOLERANCE
-    assert counts(made) == (5, {})
-    assert counters.graphs_seen == 2
+    assert sorted(graph.token_budget for graph in made.graphs()) == [2 * tile, 6 * tile]
+    assert counts(made)[0] == 2
+    assert counters.graphs_seen == 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -425,8 +424,8 @@ def test_replaced_weights_are_seen(name: str) -> None:
     assert parity.difference(made.execute(request), want) <= 2 * parity.TOLERANCE  # larger weights, larger features
 
 
-BF16 = 0.015
-"""Measured at most 0.0072 (relative norm of the difference, over all images)."""
+BF16 = 0.02
+"""Measured at most 0.0091 (relative norm of the difference, over all images)."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -520,7 +519,7 @@ def tower_budgets(name: str, views: Sequence[int] = (1, 3), tiles: Sequence[int]
 
 @pytest.mark.parametrize("name", IN_TRANSFORMERS)
 def test_get_image_features_are_unchanged(name: str) -> None:
-    """With tiles, without, and with more than the largest budget: type, fields, dtypes and numbers; then the model is as before."""
+    """With tiles, without, and with more than the largest budget: type, fields and numbers; then the model is as before."""
     model = whole(name)
     family = FAMILIES[name]
     with parity.accelerated(model, **tower_budgets(name)) as handle:
@@ -555,7 +554,7 @@ def test_logits_are_unchanged(name: str) -> None:
 
 @pytest.mark.parametrize("name", IN_TRANSFORMERS)
 def test_calls_that_the_graphs_have_no_answer_for(name: str) -> None:
-    """Other sizes, hidden states, tuples and autocast are the model's own to answer, and counted."""
+    """Other sizes, hidden states, tuples and autocast are the model's own to answer, and counted; also by an inner config."""
     model = whole(name)
     tower, view = model.model.vision_tower, FAMILIES[name].sides[0]
     pixels = FAMILIES[name].request([(1, 1)])["pixel_values"]
@@ -565,7 +564,10 @@ def test_calls_that_the_graphs_have_no_answer_for(name: str) -> None:
         as_tuple = tower(pixels, return_dict=False)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             cast = tower(pixels)
-        assert parity.served(handle) == (0, {}, {"unserved": 2, "more-outputs": 1, "autocast": 1})
+        with mock.patch.object(tower.vision_encoder.config, "output_hidden_states", True):
+            inner = tower(pixels)
+        assert parity.served(handle) == (0, {}, {"unserved": 3, "more-outputs": 1, "autocast": 1})
+    assert inner.hidden_states is not None
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert parity.difference(cast, tower(pixels)) == 0
     with torch.no_grad():
@@ -671,36 +673,20 @@ def test_two_encoders_of_one_model() -> None:
     made.clear()
 
 
-class OnTheHost(TorchDispatchMode):
-    """Notes operations between the device "meta" and tensors on the host, and reads of values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        devices = {value.device.type for value in tree_leaves((args, kwargs, out)) if isinstance(value, torch.Tensor)}
-        # A slice that is set to a number goes through a scalar on the host, which is read there and copied nowhere.
-        if "cpu" in devices and func not in (torch.ops.aten.lift_fresh.default, torch.ops.aten.fill_.Tensor):
-            self.noted.append(str(func))
-        return out
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_forward_touches_the_host(name: str) -> None:
-    """On another device than the host's, no operation of a fixed-shape forward has a tensor of the host, which no graph may copy."""
+    """On another device than the host's, no operation of a forward has a tensor of the host, which no graph may copy."""
     model = FAMILIES[name].build()
     table: Any = manager(name, model).model.table
     model.to("meta")
     for path, tiles in table.tiles.items():
         values = {key: torch.zeros(2, *shape, device="meta") for key, shape in tiles.shapes.items()}
-        with torch.no_grad(), OnTheHost() as host:
+        with torch.no_grad(), HostTensors() as host:
             table.forward(path, values)
         assert host.noted == []
     if name in IN_TRANSFORMERS:
         for module in model.modules():
             vars(module).pop("get_rel_pos", None)
-        with torch.no_grad(), OnTheHost() as host:
+        with torch.no_grad(), HostTensors() as host:
             table.forward(path, values)
         assert "aten.index.Tensor" in host.noted, "the control: the tower's own method does"

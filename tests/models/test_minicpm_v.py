@@ -20,6 +20,7 @@ from vit_compile.models import minicpm_v
 from vit_compile.models.accelerate import AcceleratedModel, accelerate, encoder_for
 from vit_compile.models.hf_attention import ATTENTION_NAME, AttentionSwitch
 from vit_compile.models.minicpm_v import merge_order, patch_rows
+from vit_compile.models.registry import architecture_of
 from vit_compile.runtime.manager import EncoderCudaGraphManager
 from vit_compile.stats import counters
 
@@ -32,7 +33,7 @@ PATCH, HIDDEN, WIDTH = 4, 32, 48
 BUDGETS = (8, 24)
 OPTIONS = {"token_budgets": BUDGETS, "token_range": (4, 24), "segment_capacities": (2,), "packing": "greedy", "mode": "eager"}
 BF16_BOUND = 0.02
-"""Relative difference by norm from the untouched model in bfloat16; measured: 0.005."""
+"""Relative difference by norm from the untouched model in bfloat16; measured: 0.008."""
 VERSIONS = [name for name in ("4_6", "4_7") if hasattr(transformers, f"MiniCPMV{name}Config")]
 
 # Sides in patches; tokens are a sixteenth.
@@ -58,15 +59,15 @@ def each(pixels: torch.Tensor, sizes: Sequence[Size]) -> Iterator[tuple[torch.Te
 
 
 @functools.cache
-def model_of(version: str = "4_6", merges: int = 1) -> Any:
-    """A whole model with a tower of three layers, windows merged after the second."""
+def model_of(version: str = "4_6", merges: int = 1, layers: int = 3) -> Any:
+    """A whole model, windows merged after the last layer but one."""
     config_class = getattr(transformers, f"MiniCPMV{version}Config")
     linear = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
     config = config_class(
         vision_config={
             "hidden_size": HIDDEN,
             "intermediate_size": 64,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": layers,
             "num_attention_heads": 4,
             "image_size": 7 * PATCH,
             "patch_size": PATCH,
@@ -84,7 +85,7 @@ def model_of(version: str = "4_6", merges: int = 1) -> Any:
             "linear_value_head_dim": 8,
             **linear,
         },
-        insert_layer_id=1,
+        insert_layer_id=layers - 2,
         merger_times=merges,
         image_token_id=60,
         video_token_id=61,
@@ -260,9 +261,10 @@ def test_in_bfloat16() -> None:
 def test_compiled() -> None:
     """Through `torch.compile`: traced once for all budgets."""
     options = {**OPTIONS, "mode": "compiled", "compiler": "eager", "segment_capacities": (), "verify": False}
-    made, sizes = encoder_for(copy.deepcopy(model_of()), **options), CASES["three sizes"]
+    made, sizes = encoder_for(copy.deepcopy(model_of(layers=2)), **options), CASES["three sizes"]
     made.capture()
-    assert largest_difference(made.execute(request_of(sizes)), features(navit(sizes), sizes, reference())) <= TOLERANCE
+    want = features(navit(sizes), sizes, parity.eager_copy(model_of(layers=2)))
+    assert largest_difference(made.execute(request_of(sizes)), want) <= TOLERANCE
     assert counts(made) == (3, {})
     assert counters.graphs_seen == 1
 
@@ -354,9 +356,10 @@ def test_metadata_that_is_only_copied_changes_nothing() -> None:
 # --- the declaration -------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def table() -> minicpm_v.MiniCPMVTable:
-    """Of the captured encoder."""
-    found = encoder()._model.table  # type: ignore[union-attr]
+    """With the merger, not captured."""
+    found = architecture_of(model_of()).bind(copy.deepcopy(model_of())).table
     assert isinstance(found, minicpm_v.MiniCPMVTable)
     return found
 

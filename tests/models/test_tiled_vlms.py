@@ -95,7 +95,8 @@ CASES = {
         tokens=16,
     ),
 }
-FEATURE_TOKENS = {name: 4 if name != "llava" else 16 for name in CASES}
+FEATURE_TOKENS = {name: 16 if name == "llava" else 4 for name in CASES}
+"""Of a tile; `Case.tokens` are those that the budgets of the calls count, for Idefics3 before its connector."""
 COUNTED = [name for name, case in CASES.items() if case.counts is not None]
 MASKED = ["idefics3", "smolvlm"]
 
@@ -221,6 +222,7 @@ def test_bfloat16(name: str) -> None:
     for a, b in zip(tensors(got), tensors(want), strict=True):
         assert a.dtype == torch.bfloat16
         error = float((a.float() - b.float()).norm() / b.float().norm())
+        print("bf16", name, error)
         assert error <= BF16_BOUND, error
 
 
@@ -231,7 +233,7 @@ def tensors(output: Any) -> list[torch.Tensor]:
     return [tensor for value in (output.values() if isinstance(output, Mapping) else output) for tensor in tensors(value)]
 
 
-@pytest.mark.parametrize("name", ["internvl", "llama4", "llava", "idefics3"])
+@pytest.mark.parametrize("name", ["llama4", "llava", "idefics3"])
 def test_traced_once_for_all_budgets(name: str) -> None:
     """Dynamo takes the whole forward into one graph, hidden states that hooks record and complex numbers included.
 
@@ -254,7 +256,7 @@ def test_a_tile_does_not_depend_on_its_neighbours(name: str) -> None:
         clean, got = (tensors(case.call(handle.model, one)) for one in (tiles, spoiled))
         for a, b in zip(got, clean, strict=True):
             if len(a) == 4:
-                assert bool(a[1].isnan().all())
+                assert bool(a[1].isnan().any())
                 assert torch.equal(a[[0, 2, 3]], b[[0, 2, 3]])
         assert all(torch.equal(a, b) for a, b in zip(tensors(case.call(handle.model, tiles)), clean, strict=True))
 
@@ -277,7 +279,7 @@ def images_of(name: str, tiles: torch.Tensor) -> tuple[tuple[Any, ...], dict[str
         return (tiles,), {"vision_feature_select_strategy": "default"} if strategy_wanted() else {}
     if name in MASKED:  # two prompts, of which the second has one image less: its place is taken by zeros
         padded = torch.cat([tiles, torch.zeros_like(tiles[:1])]).unflatten(0, (2, -1))
-        return (padded,), {"pixel_attention_mask": torch.ones(2, len(tiles[0]) and padded.shape[1], SIDE, SIDE).long()}
+        return (padded,), {"pixel_attention_mask": torch.ones(2, padded.shape[1], SIDE, SIDE).long()}
     return (tiles,), {}
 
 
@@ -315,19 +317,19 @@ def test_get_image_features_of_the_whole_model(name: str) -> None:
         ("llama4", lambda model: model.vision_model(tiles_of(2), output_hidden_states=True), "more-outputs"),
         ("llama4", lambda model: model.vision_model(tiles_of(2), return_dict=False), "unserved"),
         ("llava", lambda model: model.model.get_image_features(tiles_of(2), vision_feature_layer=-1), "unserved"),
-        ("llava", lambda model: model.model.get_image_features(tiles_of(2), vision_feature_layer=[-2, -1][:1]), "unserved"),
-        ("llava", lambda model: model.model.get_image_features(tiles_of(2), vision_feature_select_strategy="full"), None),
+        ("llava", lambda model: model.model.get_image_features(tiles_of(2), vision_feature_layer=[-2]), "unserved"),
+        ("llava", lambda model: model.model.get_image_features(tiles_of(2), vision_feature_select_strategy="full"), "unserved"),
         ("idefics3", lambda model: model.model.vision_model(random(2, 3, 8, 16)), "unserved"),
         ("smolvlm", lambda model: model.model.vision_model(random(2, 3, 16, 8)), "unserved"),
     ],
 )
-def test_other_calls_run_the_models_own_code(name: str, call: Callable[[Any], Any], reason: str | None) -> None:
+def test_other_calls_run_the_models_own_code(name: str, call: Callable[[Any], Any], reason: str) -> None:
     """Other sizes, layers and outputs: counted with a reason, and the numbers are the model's."""
     with torch.no_grad():
         want = call(reference_of(name))
     with accelerated(model_of(name), **budgets(name)) as handle:
         assert difference(call(handle.model), want) <= TOLERANCE
-        assert served(handle) == (0, {}, {reason or "unserved": 1})
+        assert served(handle) == (0, {}, {reason: 1})
 
 
 def test_arguments_that_repeat_the_config_are_served() -> None:
@@ -384,7 +386,7 @@ def test_no_tiles_at_all() -> None:
 @pytest.mark.parametrize(
     ("build", "call"),
     [
-        (lambda: tiled_models.tiny_llava(vision_feature_layer=[-2, 1], vision_feature_select_strategy="default"), inner),
+        (lambda: tiled_models.tiny_llava(vision_feature_layer=[-2, 0], vision_feature_select_strategy="default"), inner),
         (lambda: tiled_models.tiny_llava(vision_feature_layer=-1, vision_feature_select_strategy="full"), inner),
         (lambda: tiled_models.tiny_internvl(vision_feature_layer=-2), inner),
         (lambda: tiled_models.tiny_internvl_chat(select_layer=-2), CASES["internvl_chat"].call),
@@ -509,8 +511,6 @@ def test_positions_reach_the_features(name: str) -> None:
 
 def test_a_tower_that_computes_something_else_is_refused() -> None:
     """The graph enters the tower through its parts: if they are not all there is, it says so."""
-    from transformers import Idefics3Config  # noqa: F401  (the class below has to have the tower's name)
-
     model = copy.deepcopy(model_of("idefics3"))
     tower = model.model.vision_model
     own = type(tower).forward

@@ -13,12 +13,12 @@ VOCABULARY = 64
 
 
 def _vision(**more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     return {**sizes, "image_size": SIDE, "patch_size": 4, **more}
 
 
 def _text(**more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     return {**sizes, **heads, "max_position_embeddings": 512, "pad_token_id": 0, **more}
 
@@ -36,7 +36,7 @@ def tiny_internvl(**more: Any) -> Any:
 
 def tiny_internvl_chat(select_layer: int = -1, version: str = "v2") -> Any:
     """InternVLChat, as in the remote code."""
-    sizes = {"hidden": 32, "layers": 3, "heads": 4, "mlp": 64, "image": SIDE, "patch": 4, "width": WIDTH}
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "mlp": 64, "image": SIDE, "patch": 4, "width": WIDTH}
     return seeded(lambda: internvl_chat(**sizes, select_layer=select_layer, version=version))
 
 

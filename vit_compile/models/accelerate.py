@@ -17,7 +17,7 @@ from torch import nn
 from vit_compile.errors import GridError, InputError, ModelError, OptionError
 from vit_compile.models.architecture import Architecture
 from vit_compile.models.binding import Binding, Call, Unserved, floating_dtype
-from vit_compile.models.hf_attention import AttentionSwitch
+from vit_compile.models.hf_attention import AttentionSwitch, encoding
 from vit_compile.models.registry import architecture_of
 from vit_compile.runtime.config import EncoderConfig
 from vit_compile.runtime.manager import EncoderCudaGraphManager
@@ -114,8 +114,7 @@ def _bind(row: Architecture, model: nn.Module, fields: str | None, options: Mapp
             raise OptionError(f"{row.name} has no option {unexpected[0]!r}.") from error
         raise
     if isinstance(binding.switch, AttentionSwitch):
-        table: Any = binding.table  # a method of this one table is replaced
-        table.forward = binding.switch.confine(table.forward)
+        binding.switch.confine()
     return binding
 
 
@@ -135,7 +134,21 @@ def _where(binding: Binding) -> tuple[torch.device, torch.dtype]:
 
 def _manager(binding: Binding, config: EncoderConfig, group: dist.ProcessGroup | None) -> EncoderCudaGraphManager:
     device, dtype = _where(binding)
-    return EncoderCudaGraphManager(binding.table, config, device=device, dtype=dtype, group=group)
+    return TowerManager(binding.table, config, device=device, dtype=dtype, group=group)
+
+
+class TowerManager(EncoderCudaGraphManager):
+    """A manager in whose calls, and nowhere else, a tower's attention is switched."""
+
+    def capture(self, *, progress: bool = False) -> None:
+        """See `EncoderCudaGraphManager`."""
+        with encoding():
+            super().capture(progress=progress)
+
+    def execute(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """See `EncoderCudaGraphManager`."""
+        with encoding():
+            return super().execute(mm_kwargs)
 
 
 def _data_dtypes(table: EncoderTable) -> dict[str, torch.dtype]:
@@ -313,6 +326,7 @@ class InstalledCall:
         self._before = vars(call.owner).get(call.method)
         self._original = getattr(call.owner, call.method)
         self._signature = inspect.signature(self._original)
+        self.__signature__ = self._signature  # `generate` asks methods what they take
 
     def install(self) -> None:
         """Take the method's place."""

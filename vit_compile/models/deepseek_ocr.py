@@ -344,9 +344,15 @@ def _published_calls(
         inputs=embedded,
         width=lambda output: int(output.shape[2]),
         takes=("x", "patch_embeds"),
-        refuse=lambda x, embeds: None if len(x) == len(embeds) else "pixels and embeddings of different numbers",
+        refuse=_of_different_numbers,
     )
     return bind_forwards(low, high, **options)
+
+
+def _of_different_numbers(x: Any, embeds: torch.Tensor) -> str | None:
+    if isinstance(x, torch.Tensor) and x.dim() and len(x) == len(embeds):
+        return None
+    return "pixels and embeddings of different numbers"
 
 
 _TWO_SIZES = (

@@ -334,6 +334,7 @@ class PackedDenseTable(EncoderTable):
 
         Images with too few patches for the encoder go through the model's own forward, one by one.
         """
+        images = images if isinstance(images, torch.Tensor) else list(images)
         request = self.request(images)
         small = [number for number, grid in enumerate(request[GRIDS]) if min(grid) < self.least]
         if small:

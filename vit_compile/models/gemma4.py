@@ -250,6 +250,8 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
     tower = find_module(model, *towers)
     projectors = [module._modules["embed_vision"] for module in model.modules() if "embed_vision" in module._modules]
     switch = AttentionSwitch(tower)
+    if fields == "all":  # the tower is called with frames and does not know whose they are
+        options.setdefault("max_frames_per_video", 1)
     try:
         table = Gemma4Table(tower, project=projectors[0] if projectors and fields is None else None, **options)
     except BaseException:

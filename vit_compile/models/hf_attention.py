@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +23,6 @@ from vit_compile.errors import MissingDependencyError, ModelError
 
 ATTENTION_NAME = "vit_compile_flash"
 """The registered name; towers look for "flash" in it."""
-
-Forward = Callable[..., Any]
 
 
 class _Holder(threading.local):
@@ -197,18 +195,9 @@ class AttentionSwitch:
         if not self._switched:
             raise ModelError(f"{', '.join(type(tower).__name__ for tower in towers)} has no transformers config.")
 
-    def confine(self, forward: Forward) -> Forward:
-        """From now on the switch applies inside the returned function only, which does what `forward` does.
-
-        Whatever else calls the tower gets the attention that its config says.
-        """
+    def confine(self) -> None:
+        """From now on the switch applies inside `encoding()` only: whatever else calls the tower gets its config's attention."""
         self._everywhere = False
-
-        def confined(*args: Any, **kwargs: Any) -> Any:
-            with _encoding():
-                return forward(*args, **kwargs)
-
-        return confined
 
     @property
     def applies(self) -> bool:
@@ -223,7 +212,11 @@ class AttentionSwitch:
 
 
 @contextmanager
-def _encoding() -> Iterator[None]:
+def encoding() -> Iterator[None]:
+    """Confined switches apply inside, for the calling thread.
+
+    Enter it outside of what is compiled: Dynamo of torch 2.11 reads properties as they were before the trace.
+    """
     before = _holder.encoding
     _holder.encoding = True
     try:

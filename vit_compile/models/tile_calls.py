@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from vit_compile.errors import ModelError
-from vit_compile.models.binding import Binding, Call, Execute, Unserved, original
+from vit_compile.models.binding import Binding, Call, Execute, Unserved, floating_dtype, original
 from vit_compile.models.output_layout import TowerOutputs
-from vit_compile.models.tiles import TileInputs, Tiles, TileTable, on_one_tile
+from vit_compile.models.tiles import TileInputs, Tiles, TileTable
 
 PIXELS = "pixel_values"
 SETTINGS = (
@@ -51,11 +51,11 @@ class TileCall:
     features: Callable[[Any], torch.Tensor]
     """From what `run` returns to what the language model gets, [N, tokens, width]."""
 
+    example: Any = None
+    """What the method returns for one tile, if `run` returns more than that; in the form that `run` has."""
+
     finish: Callable[[Any], Any] = _itself
     """From what `run` returns to what the method returns."""
-
-    fields: Sequence[str] | None = None
-    """Names of what `run` returns; None: all that it does return."""
 
     projector: Sequence[nn.Module] = ()
     """Modules beside the tower whose weights take part in `features`."""
@@ -77,10 +77,10 @@ class TileCall:
             token_range: see `TileTable`.
         """
         shape = tile_shape(self.tower)
-        example = on_one_tile(lambda **tiles: self.run(tiles[PIXELS]), self.tower, {PIXELS: shape})
         with torch.no_grad():
+            example = self.run(noise_tile(self.tower)) if self.example is None else self.example
             tokens, width = self.features(example).shape[1:]
-        outputs = TowerOutputs(example, units=1, tokens=tokens, fields=self.fields)
+        outputs = TowerOutputs(example, units=1, tokens=tokens)
 
         def everything(pixel_values: torch.Tensor) -> torch.Tensor:
             return outputs.join(self.run(pixel_values))
@@ -142,6 +142,12 @@ def tile_shape(tower: nn.Module) -> tuple[int, int, int]:
     if not isinstance(size, list | tuple) or len(size) != 2:
         raise ModelError(f"{type(tower).__name__} has no config.image_size: the size of its tiles is not known.")
     return (getattr(config, "num_channels", 3), *size)
+
+
+def noise_tile(tower: nn.Module) -> torch.Tensor:
+    """A seeded tile [1, C, H, W] in the tower's dtype, on its device."""
+    noise = torch.randn(1, *tile_shape(tower), generator=torch.Generator().manual_seed(0), device="cpu")
+    return noise.to(device=next(tower.parameters()).device, dtype=floating_dtype(tower))
 
 
 def bare_tower(tower: nn.Module) -> TileCall:

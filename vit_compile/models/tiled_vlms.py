@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from vit_compile.models.architecture import Architecture
-from vit_compile.models.binding import Binding, check_reentry, find_module, find_owner, floating_dtype, original
-from vit_compile.models.tile_calls import PIXELS, TileCall, bare_tower, tile_shape
+from vit_compile.models.binding import Binding, check_reentry, find_module, find_owner, original
+from vit_compile.models.tile_calls import PIXELS, TileCall, bare_tower, noise_tile
 from vit_compile.models.tiles import TileInputs
 
 FRAMES = {
@@ -106,27 +106,41 @@ def bind_llama4(model: nn.Module, *towers: str, fields: str | None, **options: A
 
 
 def bind_llava(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> Binding:
-    """`get_image_features` with the chosen hidden states and the projector. Arguments: see `bind_internvl`."""
+    """`get_image_features` with the chosen hidden states and the projector. Arguments: see `bind_internvl`.
+
+    The method ends with a list of an entry for each image, which would make a graph of its own of every number of images: the
+    graph takes the same hidden states of the tower, and the list is made behind it.
+    """
     owner: Any = find_owner(model, "multi_modal_projector")
-    get = original(owner, "get_image_features")
+    tower, config, projector = find_module(owner, *towers), owner.config, owner.multi_modal_projector
+    layers, drop = config.vision_feature_layer, int(config.vision_feature_select_strategy == "default")
+    layers = [layers] if isinstance(layers, int) else list(layers)
+    forward = original(tower, "forward")
 
     def run(tiles: torch.Tensor) -> Any:
-        output = get(tiles, return_dict=True)
-        output.pooler_output = torch.stack(output.pooler_output)
+        output = forward(tiles, output_hidden_states=True, return_dict=True)
+        chosen = [output.hidden_states[layer][:, drop:] for layer in layers]
+        output.pooler_output = projector(torch.cat(chosen, dim=-1))
         return output
 
     def finish(output: Any) -> Any:
         output.pooler_output = list(output.pooler_output)
         return output
 
+    tile = noise_tile(tower)
+    with torch.no_grad():
+        example = original(owner, "get_image_features")(tile, return_dict=True)
+        example.pooler_output = torch.stack(example.pooler_output)
+        check_reentry(tower, _pooled(run(tile)), _pooled(example))
     return TileCall(
         owner=owner,
         method="get_image_features",
-        tower=find_module(owner, *towers),
+        tower=tower,
         run=run,
         features=_pooled,
+        example=example,
         finish=finish,
-        projector=[owner.multi_modal_projector],
+        projector=[projector],
     ).bind(fields=fields, **options)
 
 
@@ -137,7 +151,8 @@ def bind_idefics3(model: nn.Module, *towers: str, fields: str | None, **options:
     same: it is recorded once, and the graph begins behind it. Arguments: see `bind_internvl`.
     """
     tower: Any = find_module(model, *towers)
-    tile, positions, example = _whole_tile(tower)
+    tile = noise_tile(tower)
+    positions, example = _whole_tile(tower, tile)
 
     def run(tiles: torch.Tensor) -> Any:
         embeddings = tower.embeddings
@@ -159,7 +174,7 @@ def bind_idefics3(model: nn.Module, *towers: str, fields: str | None, **options:
         tower=tower,
         run=run,
         features=_hidden if connector is None else lambda output: connector(_hidden(output)),
-        fields=("last_hidden_state",),
+        example=type(example)(last_hidden_state=_hidden(example)),
         projector=[] if connector is None else [connector],
         takes=(PIXELS, "patch_attention_mask"),
         refuse=refuse,
@@ -167,17 +182,15 @@ def bind_idefics3(model: nn.Module, *towers: str, fields: str | None, **options:
 
 
 @torch.no_grad()
-def _whole_tile(tower: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """A tile of noise without masked patches, the positions [1, patches] that the tower looks up for it, and its output."""
-    noise = torch.randn(1, *tile_shape(tower), generator=torch.Generator().manual_seed(0), device="cpu")
-    tile = noise.to(device=next(tower.parameters()).device, dtype=floating_dtype(tower))
+def _whole_tile(tower: Any, tile: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Positions [1, patches] that the tower looks up for a tile without masked patches, and its output."""
     found: list[torch.Tensor] = []
     hook = tower.embeddings.position_embedding.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0].clone()))
     try:
         output = original(tower, "forward")(tile, return_dict=True)
     finally:
         hook.remove()
-    return tile, found[0], output
+    return found[0], output
 
 
 _ONE_SIZE = "Images and tiles have the size of the vision config; calls with another size run the model's own code."

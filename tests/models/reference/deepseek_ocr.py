@@ -1,8 +1,8 @@
 """DeepSeek-OCR as its published description says: a small stand-in for the vision half of the remote code.
 
-A SAM-like encoder (windowed attention with relative positions in most layers, a neck, two convolutions of stride 2) makes a map of
-features. A CLIP-like encoder takes that map in place of its own patch embeddings. Both outputs, side by side, are projected. Names of
-modules and parameters are the published ones; `forward` goes through the images one by one, as the published one does.
+A SAM-like encoder (windowed attention with relative positions in most layers, a neck, two convolutions of stride 2) makes a map.
+A CLIP-like encoder takes that map in place of its own patch embeddings. Both outputs, side by side, are projected. Modules and
+parameters have their published names; `forward` goes through the images one by one, as the published one does.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ class DeepseekOCRModel(nn.Module):
             side = math.isqrt(maps.shape[1])
             for row in range(rows):
                 for line in range(side):
-                    for column in range(columns):
-                        found.append(maps[row * columns + column][line * side : (line + 1) * side])
+                    own = maps[row * columns : (row + 1) * columns]
+                    found += [tile[line * side : (line + 1) * side] for tile in own]
                     found.append(self.image_newline[None])
         side = math.isqrt(len(whole))
         for line in range(side):

@@ -1,7 +1,7 @@
 """Step3-VL as its published description says: a small stand-in for the vision half of the remote code.
 
-A vision transformer whose layers normalise behind attention and behind the MLP, with the class token four times in front. The model
-drops those, halves the map twice by convolutions, and projects. Names of modules are the published ones.
+A vision transformer whose layers normalise behind attention and behind the MLP, with the class token four times in front. The
+model drops those, halves the map twice by convolutions, and projects. Names of modules are the published ones.
 """
 
 from __future__ import annotations
