@@ -36,6 +36,8 @@ def _text(width: int, moe: Mapping[str, Any] | None) -> dict[str, Any]:
         "head_dim": 32,
         "layer_types": ["full_attention"],
         "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
         **(moe or {}),
     }

@@ -46,7 +46,11 @@ def _inputs(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _call(model: Any, inputs: dict[str, Any]) -> Any:
-    return model.get_image_features(**inputs)
+    output = model.get_image_features(**inputs)
+    real = inputs["pixel_attention_mask"].sum()
+    # What is in padded positions nobody should read: the model's own code computes something there, the encoder gives zeros.
+    output.last_hidden_state = output.last_hidden_state[:, :real]
+    return output
 
 
 _COMMON = {

@@ -16,7 +16,17 @@ from torch import nn
 from vit_compile.backend.roles import Role
 from vit_compile.errors import InputError, ModelError
 from vit_compile.models.architecture import Architecture
-from vit_compile.models.binding import Binding, Call, Execute, Unserved, find_module, find_owner, floating_dtype, original
+from vit_compile.models.binding import (
+    Binding,
+    Call,
+    Execute,
+    Unserved,
+    check_reentry,
+    find_module,
+    find_owner,
+    floating_dtype,
+    original,
+)
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
 from vit_compile.models.output_layout import OutputLayout
 from vit_compile.runtime.inputs import host_grids, host_rows
@@ -99,11 +109,10 @@ class PixtralTable(EncoderTable):
         self._projected, self._kept = tuple(projected), tuple(kept)
         # As the tower's own forward is: hidden states come from hooks, which Dynamo can trace within this decorator only.
         self._transform = capture_outputs(_transform)
+        self.layout = OutputLayout(self.alone(_example(tower, self.patch_size * self.merge)), units=2)
         conv: Any = tower.patch_conv
-        self._row = (conv.weight[0].numel(),)
-        self.layout = self._layout()
         buffers = {
-            "patches": Buffer(role=Role.ROWS, shape=self._row),
+            "patches": Buffer(role=Role.ROWS, shape=(conv.weight[0].numel(),)),
             "position_ids": Buffer(role=Role.ROWS, shape=(2,), dtype=torch.int64),
             "cu_seqlens": Buffer(role=Role.BOUNDARIES, dtype=torch.int32, bound="max_seqlen"),
         }
@@ -118,12 +127,13 @@ class PixtralTable(EncoderTable):
         )
 
     @torch.no_grad()
-    def _layout(self) -> OutputLayout:
-        """Found out on a single token, by a run of the tower."""
-        weight, rows = next(self.tower.parameters()), self.merge**2
-        values = {name: value.to(weight.device) for name, value in self.item_metadata((self.merge, self.merge), "main").items()}
-        patches = weight.new_zeros(rows, *self._row, dtype=floating_dtype(self.tower))
-        return OutputLayout(self._run({"patches": patches, "max_seqlen": rows, **values}), units=1)
+    def alone(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Outputs by name, rows first, of one image [C, H, W] on the tower's device, in its dtype. Nothing is packed or padded."""
+        side, (height, width) = self.patch_size, image.shape[1:]
+        patches = pack(image[None], [(height, width)], side)
+        metadata = self.item_metadata((height // side, width // side), "main")
+        values = {name: value.to(image.device) for name, value in metadata.items()}
+        return self._run({"patches": patches, "max_seqlen": len(patches), **values})
 
     def prepare_request(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Padded images become rows."""
@@ -231,9 +241,8 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
         ModelError: the model's own configuration cannot work with this tower.
     """
     tower: Any = find_module(model, *towers)
-    _check_attention(tower)
-    # Only the layers' attention. The tower itself goes on making a mask for each image when the model's own code runs: in
-    # transformers 5.17 it would otherwise hand over no boundaries at all.
+    # Only the layers' attention, and not the tower's: by that it decides on a mask in its own forward, which without one keeps
+    # images together in transformers 5.17.
     switch = AttentionSwitch(*(layer.attention for layer in tower.transformer.layers))
     try:
         if tower is model:
@@ -246,27 +255,18 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
     return Binding(table=table, calls=(call,), switch=switch)
 
 
-def _check_attention(tower: Any) -> None:
-    import transformers
-
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if "flash" in str(tower.config._attn_implementation) and version < (5, 24):
-        raise ModelError(
-            f"in transformers {transformers.__version__} a Pixtral tower with {tower.config._attn_implementation!r} does not "
-            "keep images apart: load it with attn_implementation='sdpa'."
-        )
-
-
 def _tower_alone(tower: Any, options: Mapping[str, Any]) -> tuple[PixtralTable, Call]:
     depth = tower.config.num_hidden_layers
     table = PixtralTable(tower, kept=(depth,), **options)
-    kind = type(_example(tower, tower, "forward", table.patch_size))
+    image = _example(tower, table.patch_size)
+    returned = _own(tower, "forward", image)
+    check_reentry(tower, table.alone(image)[_name(depth)], returned.last_hidden_state[0])
 
     def serve(execute: Execute, pixel_values: Any, image_sizes: Any) -> Any:
         if image_sizes is None and isinstance(pixel_values, torch.Tensor):
             image_sizes = [pixel_values.shape[-2:]] * len(pixel_values)
         features = _encoded(execute, pixel_values, image_sizes)
-        return kind(last_hidden_state=table.split(torch.cat(features))[1][depth])
+        return type(returned)(last_hidden_state=table.split(torch.cat(features))[1][depth])
 
     return table, Call(owner=tower, method="forward", takes=("pixel_values", "image_sizes"), serve=serve)
 
@@ -279,12 +279,12 @@ def _whole_model(owner: Any, tower: Any, fields: str | None, options: Mapping[st
     projected = _numbers(config.vision_feature_layer, depth)
     if not projected:
         raise ModelError(f"vision_feature_layer={config.vision_feature_layer!r}: the tower has {depth} layers.")
-    example: Any = None
-    if fields == "all":
-        example = _example(owner, tower, "get_image_features", tower.patch_size * getattr(config, "spatial_merge_size", 1))
-    returned = [state is not None for state in example.hidden_states] if example is not None else []
-    kept = sorted({*(number for number, is_there in enumerate(returned) if is_there), depth}) if returned else ()
-    table = PixtralTable(tower, owner.multi_modal_projector, projected=projected, kept=kept, **options)
+    image = _example(tower, tower.config.patch_size * getattr(config, "spatial_merge_size", 1))
+    returned = _own(owner, "get_image_features", image)
+    collected = [state is not None for state in returned.hidden_states]
+    kept = {depth, *(number for number, is_there in enumerate(collected) if is_there)} if fields == "all" else ()
+    table = PixtralTable(tower, owner.multi_modal_projector, projected=projected, kept=sorted(kept), **options)
+    check_reentry(tower, table.alone(image)["pooler_output"], returned.pooler_output[0])
 
     def serve(execute: Execute, **given: Any) -> Any:
         if given.pop("vision_feature_select_strategy", None) not in (None, "full"):
@@ -296,16 +296,15 @@ def _whole_model(owner: Any, tower: Any, fields: str | None, options: Mapping[st
         pooled, states = table.split(torch.cat(features))
         assert pooled is not None, "there is a projector"
         # Put together as the model does it: what is a field, and what merely an attribute, depends on the version.
-        output = type(example)(last_hidden_state=states[depth])
-        output["hidden_states"] = tuple(states[number] if is_there else None for number, is_there in enumerate(returned))
+        output = type(returned)(last_hidden_state=states[depth])
+        output["hidden_states"] = tuple(states[number] if is_there else None for number, is_there in enumerate(collected))
         output.pooler_output = torch.split(pooled, [len(feature) for feature in features])
         return output
 
     takes = ["pixel_values", "image_sizes", "vision_feature_layer"]
     if hasattr(config, "vision_feature_select_strategy"):
         takes.append("vision_feature_select_strategy")
-    ignores = {"output_hidden_states": False, "output_attentions": False}
-    return table, Call(owner=owner, method="get_image_features", takes=tuple(takes), serve=serve, ignores=ignores)
+    return table, Call(owner=owner, method="get_image_features", takes=tuple(takes), serve=serve)
 
 
 def _numbers(layers: Any, depth: int) -> tuple[int, ...]:
@@ -316,12 +315,17 @@ def _numbers(layers: Any, depth: int) -> tuple[int, ...]:
     return tuple(layer % (depth + 1) for layer in chosen)
 
 
+def _example(tower: Any, side: int) -> torch.Tensor:
+    """An image [C, side, 2 * side], made up without random numbers: two tokens (with one, Mistral 3 loses a dimension)."""
+    weight = tower.patch_conv.weight
+    shape = (weight.shape[1], side, 2 * side)
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).sin().to(weight.device, floating_dtype(tower))
+
+
 @torch.no_grad()
-def _example(owner: nn.Module, tower: nn.Module, method: str, side: int) -> Any:
-    """What the model's own code returns for an image of two tokens (with one, Mistral 3 loses a dimension)."""
-    weight = next(tower.parameters())
-    pixels = weight.new_zeros(1, 3, side, 2 * side, dtype=floating_dtype(tower))
-    return original(owner, method)(pixels, image_sizes=[[side, 2 * side]])
+def _own(owner: nn.Module, method: str, image: torch.Tensor) -> Any:
+    """What the model's own code returns for one image [C, H, W]."""
+    return original(owner, method)(image[None], image_sizes=[list(image.shape[1:])], return_dict=True)
 
 
 def _encoded(execute: Execute, pixel_values: Any, image_sizes: Any) -> list[torch.Tensor]:
