@@ -25,12 +25,18 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = [
+    "DATA_DEPENDENT",
     "DispatchMode",
     "FakeTensor",
     "FakeTensorMode",
@@ -59,6 +65,8 @@ __all__ = [
 ]
 
 DispatchMode = TorchDispatchMode
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a fake tensor raises where only its values would tell."""
 
 
 def is_static_input(placeholder: fx.Node) -> bool:

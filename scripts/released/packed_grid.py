@@ -70,7 +70,7 @@ def _inputs(device: torch.device, dtype: torch.dtype, *, patch: int, height: int
     """An image of so many patches."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(height * width, 3 * 2 * patch**2, generator=generator)
-    return {"pixel_values": pixels.to(device, dtype), "image_grid_thw": torch.tensor([(1, height, width)])}
+    return {"pixel_values": pixels.to(device, dtype), "image_grid_thw": torch.tensor([(1, height, width)], device=device)}
 
 
 def _call(model: Any, inputs: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +81,8 @@ def assert_untouched(model: nn.Module) -> None:
     """Nothing of the package hangs on any module, and the tower shares its config with the whole model again."""
     for name, module in model.named_modules():
         assert not any(isinstance(value, InstalledCall) for value in vars(module).values()), name
-        assert not hasattr(type(vars(module).get("config")), "__deepcopy__"), name
+        kind = type(vars(module).get("config"))
+        assert kind is getattr(sys.modules[kind.__module__], kind.__name__, kind), name
     whole: Any = model
     assert whole.model.visual.config is whole.config.vision_config
     assert "forward" not in vars(whole.model.visual)
@@ -232,6 +234,10 @@ def test_config_values_are_those_of_the_model() -> None:
         assert served(handle)[2] == {"unserved": 1}
         model.model.visual.config.return_dict = True
         assert model.config.vision_config.return_dict is True
+        for made in (copy.copy(model.model.visual.config), copy.deepcopy(model.model.visual.config)):
+            made.return_dict = False
+            assert type(made) is type(model.config.vision_config)
+            assert model.model.visual.config.return_dict is True
 
 
 def test_cast_and_moved_models_get_a_new_encoder() -> None:

@@ -223,7 +223,7 @@ def test_any_feature_layers_are_served(build: Builder, chosen: Layers) -> None:
 
 @by_name
 def test_bfloat16_is_as_near_as_bfloat16_allows(build: Builder) -> None:
-    """Beside the untouched model in bfloat16: measured 0.006 to 0.008 of the norm."""
+    """Beside the untouched model in bfloat16: measured 0.006 to 0.010 of the norm."""
     own, sizes = parity.seeded(build), CASES["three sizes"]
     for parameter in own.parameters():  # not buffers: frequencies stay as they are loaded
         parameter.data = parameter.data.bfloat16()
@@ -237,9 +237,9 @@ def test_bfloat16_is_as_near_as_bfloat16_allows(build: Builder) -> None:
         assert float((a.float() - b.float()).norm() / b.float().norm()) <= 0.015
 
 
-@by_name
-def test_compiled_features_are_the_same(build: Builder) -> None:
+def test_compiled_features_are_the_same() -> None:
     """Through `torch.compile`, traced once for all budgets, after a call that installed the model's own hooks."""
+    build = mistral3
     own = parity.seeded(functools.partial(build, layers=1))
     untouched = parity.eager_copy(own)
     together(own, [(16, 16)], images([(16, 16)]))
@@ -289,11 +289,13 @@ def test_unusual_calls_are_llavas_own() -> None:
         for call in calls:
             got, want = own.get_image_features(data, **call), untouched.get_image_features(data, **call)
             assert largest_difference(got, want) <= parity.TOLERANCE
+        with pytest.raises(RuntimeError):
+            together(own, [(16, 24)] * 2, data, vision_feature_select_strategy="default")
         for sizes in ([(16, 24), (16, 28)], [(16, 24)] * 3, [(16, 24), (3, 24)]):
             with contextlib.suppress(RuntimeError):
                 want = together(untouched, sizes, data)
                 assert largest_difference(together(own, sizes, data), want) <= parity.TOLERANCE
-        assert parity.served(handle) == (2, {}, {"unserved": 1, "more-outputs": 1, "refused-input": 1})
+        assert parity.served(handle) == (2, {}, {"unserved": 2, "more-outputs": 1, "refused-input": 1})
 
 
 def test_a_class_token_is_refused() -> None:

@@ -39,12 +39,18 @@ CASES: dict[str, list[Size]] = {
 }
 
 
-def build(head: bool = True, kind: str = "Siglip2Model") -> Any:
+def build(head: bool = True, kind: str = "Siglip2Model", depth: int = 2) -> Any:
     """A tiny one with random weights."""
     import transformers
 
     text = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50}
-    vision = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 2}
+    vision = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "num_hidden_layers": depth,
+        "num_attention_heads": 4,
+        "patch_size": 2,
+    }
     config = transformers.Siglip2Config(
         text_config={**text, "max_position_embeddings": 8, "bos_token_id": 1, "eos_token_id": 2},
         vision_config={**vision, "num_patches": GRID**2, "vision_use_head": head},
@@ -188,19 +194,22 @@ def test_tower_without_head() -> None:
 
 def test_compiled_features_are_the_same() -> None:
     """`torch.compile` traces the forward, pooling included, once for both budgets; features are the same."""
-    made = encoder_for(build(), packing="greedy", compiler="eager", token_budgets=BUDGETS, segment_capacities=())
+    shallow = build(depth=1)
+    reference = parity.eager_copy(shallow)
+    made = encoder_for(shallow, packing="greedy", compiler="eager", token_budgets=BUDGETS, segment_capacities=())
     made.capture()
     assert made.snapshot()["not_captured"] == []
     for case in ("three sizes", "one image"):
-        got = made.execute(padded(CASES[case]))
-        assert parity.difference(got, [alone(size, i)[1] for i, size in enumerate(CASES[case])]) <= parity.TOLERANCE
+        want = [alone(size, i, reference)[1] for i, size in enumerate(CASES[case])]
+        assert parity.difference(made.execute(padded(CASES[case])), want) <= parity.TOLERANCE
     snapshot = made.snapshot()
     assert (snapshot["graph_hits"], snapshot["miss_reasons"]) == (4, {})
     assert counters.graphs_seen == 1
 
 
 def test_bfloat16() -> None:
-    """With weights in bfloat16: 1.5 % of the norm beside the untouched model in bfloat16 (see MEASURED)."""
+    """With weights in bfloat16: 1.5 % of the norm beside the untouched model in bfloat16 (measured: 0.58 % of tokens, 0.66 % of
+    pooled embeddings; bfloat16 differs by as much from float32 here)."""
     half = build().to(torch.bfloat16)
     reference, inputs = parity.eager_copy(half), padded(CASES["three sizes"])
     with parity.accelerated(half, **OPTIONS) as handle:

@@ -202,7 +202,7 @@ def test_close_restores_the_model(name: str) -> None:
 
 
 BF16_BOUND = 0.02
-"""Norm of the error over the norm; measured values are up to 0.011."""
+"""Norm of the error over the norm; measured values are up to 0.009 (Llama 4), on both versions."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -222,7 +222,6 @@ def test_bfloat16(name: str) -> None:
     for a, b in zip(tensors(got), tensors(want), strict=True):
         assert a.dtype == torch.bfloat16
         error = float((a.float() - b.float()).norm() / b.float().norm())
-        print("bf16", name, error)
         assert error <= BF16_BOUND, error
 
 
@@ -368,7 +367,7 @@ def test_a_config_without_return_dict() -> None:
         want = inner(reference, tiles)
     assert isinstance(want, tuple)
     with accelerated(model, **budgets("internvl")) as handle:
-        assert difference(tensors(inner(model, tiles)), tensors(want)) <= TOLERANCE
+        assert difference(inner(model, tiles), want) <= TOLERANCE
         assert served(handle) == (0, {}, {"unserved": 1})
 
 

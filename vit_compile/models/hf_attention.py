@@ -243,15 +243,15 @@ def _own_view(config: Any, switch: AttentionSwitch) -> Any:
         else:
             vars(self)["_attn_implementation"] = value
 
-    def copied(self: Any, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(config, memo)
+    def copied(self: Any) -> Any:
+        return copy.copy(config)
 
     def reduced(self: Any, protocol: Any) -> Any:
-        return operator.getitem, ([config], 0)  # loads as the original, without this package
+        return operator.getitem, ([config], 0)  # deep copies and pickles: the original's, without this package
 
     members = {
         "_attn_implementation": property(attention, set_attention),
-        "__deepcopy__": copied,
+        "__copy__": copied,
         "__reduce_ex__": reduced,
         "__module__": kind.__module__,
     }

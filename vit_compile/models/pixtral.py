@@ -128,7 +128,7 @@ class PixtralTable(EncoderTable):
 
     @torch.no_grad()
     def alone(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Outputs by name, rows first, of one image [C, H, W] on the tower's device, in its dtype. Nothing is packed or padded."""
+        """Outputs by name, rows first, of one image [C, H, W] on the tower's device and in its dtype, without padding."""
         side, (height, width) = self.patch_size, image.shape[1:]
         patches = pack(image[None], [(height, width)], side)
         metadata = self.item_metadata((height // side, width // side), "main")

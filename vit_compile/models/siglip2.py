@@ -167,10 +167,11 @@ class Siglip2Table(EncoderTable):
         inputs = (query, F.linear(tokens, weights[1], biases[1]), F.linear(tokens, weights[2], biases[2]))
         q, k, v = (part.unflatten(1, (attention.num_heads, -1)) for part in inputs)
         answers = varlen_attention(q, k, v, boundaries, longest, attention.head_dim**-0.5).flatten(1)
-        firsts = boundaries[:-1].clamp(max=tokens.shape[0] - 1)
+        # The end of the last image is taken for the beginning of one more, which no row belongs to.
+        firsts = boundaries.clamp(max=tokens.shape[0] - 1)
         pooled = attention.out_proj(answers[firsts])
         pooled = pooled + head.mlp(head.layernorm(pooled))
-        image_of_row = torch.searchsorted(boundaries[1:], rows, right=True).clamp(max=len(firsts) - 1)
+        image_of_row = torch.searchsorted(boundaries, rows, right=True) - 1
         spread: torch.Tensor = pooled[image_of_row]
         return spread
 

@@ -31,6 +31,7 @@ SIZED_BY_DATA = "has a result whose size the host must read from the device"
 TO_DEVICE = "copies from the host to the device"
 TO_HOST = "copies from the device to the host"
 MIXED = "uses a CPU tensor beside tensors of the device"
+ON_HOST = "reads a tensor that the forward computes on the host"
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = (__file__, compat.__file__)
@@ -72,7 +73,7 @@ def find_host_reads(
     replaced for that time and put back, as are attributes that the forward sets, so nobody may use the model meanwhile. Caches of
     functions (`functools.lru_cache`) beside the modules' classes are emptied.
 
-    It is a lint. It does not see what kernels do by themselves, nor values that are computed on the host and never compared.
+    It is a lint: it does not see what kernels do by themselves, and no capture was tried.
 
     Raises:
         MissingDependencyError: torch was built without CUDA.
@@ -178,8 +179,13 @@ class _Watch(compat.DispatchMode):
         if why is not None:
             self.found.append(HostRead(self._path, str(func), why, _where()))
             if why == READ and isinstance(args[0], torch.Tensor) and args[0].dim() == 0:
-                return 1.0 if args[0].is_floating_point() else 1
-        return func(*args, **kwargs)
+                return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+        try:
+            return func(*args, **kwargs)
+        except compat.DATA_DEPENDENT:
+            if why is None:
+                self.found.append(HostRead(self._path, str(func), ON_HOST, _where()))
+            raise
 
 
 def _why(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
