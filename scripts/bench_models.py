@@ -3,20 +3,23 @@
     python scripts/bench_models.py --out docs/benchmarks/models.json --command "python scripts/bench_models.py"
     python scripts/bench_models.py --only Qwen3-VL-8B --depth 2 --device cpu --dtype float32       a try without a GPU
 
-Each model runs in a process of its own. With `--warm N`, N processes at a time first fill the compiler's caches, so that the
-measured ones, which run alone, spend no time there; the set-up times are then those of warm caches, and the file says so.
+Each model runs in a process of its own. With `--jobs N`, N models are set up at a time, and one of them is timed at a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import fcntl
 import json
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,23 +102,24 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {"model": name, "architecture": released.architecture, "image": released.image}
     with torch.inference_mode():
         want = released.call(model, inputs)
-        if not arguments.fill_caches:
-            row["eager_ms"] = median_ms(lambda: released.call(model, inputs), device, arguments.runs)
     before = torch.cuda.memory_reserved() if device.type == "cuda" else 0
     started = time.perf_counter()
     options = dict(released.options)
-    if arguments.compiler != "inductor":
+    if arguments.compiler != "inductor" and options.get("mode") != "eager":
         options |= {"compiler": arguments.compiler}
     with vit_compile.accelerate(model, **options) as handle, torch.inference_mode():
         handle.capture()
         row["setup_s"] = time.perf_counter() - started
         got = released.call(model, inputs)
         row["difference"] = relative_difference(got, want)
-        if not arguments.fill_caches:
+        with alone(arguments.lock):
             row["accelerated_ms"] = median_ms(lambda: released.call(model, inputs), device, arguments.runs)
-        stats = handle.stats()
-        row["reserved_bytes"] = torch.cuda.memory_reserved() - before if device.type == "cuda" else 0
+            stats = handle.stats()
+            row["reserved_bytes"] = torch.cuda.memory_reserved() - before if device.type == "cuda" else 0
+            handle.close()
+            row["eager_ms"] = median_ms(lambda: released.call(model, inputs), device, arguments.runs)
         row |= {
+            "captured": "as written" if options.get("mode") == "eager" else "compiled",
             "graphs": len(stats["graphs"]),
             "graph_bytes": stats["graph_bytes"],
             "hits": stats["graph_hits"],
@@ -126,12 +130,22 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def in_process(name: str, arguments: argparse.Namespace, *, fill_caches: bool) -> dict[str, Any]:
+@contextmanager
+def alone(lock: Path | None) -> Iterator[None]:
+    """No other process of this benchmark is timed meanwhile."""
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def in_process(name: str, arguments: argparse.Namespace, lock: Path) -> dict[str, Any]:
     """The same in a process of its own, with a time limit."""
     command = [sys.executable, __file__, "--one", name, "--device", arguments.device, "--dtype", arguments.dtype]
-    command += ["--runs", str(arguments.runs), "--compiler", arguments.compiler]
+    command += ["--runs", str(arguments.runs), "--compiler", arguments.compiler, "--lock", str(lock)]
     command += ["--depth", str(arguments.depth)] if arguments.depth else []
-    command += ["--fill-caches"] if fill_caches else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
     except subprocess.TimeoutExpired:
@@ -154,47 +168,32 @@ def main() -> None:
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--limit", type=int, default=LIMIT_S, help="seconds for one model")
-    parser.add_argument("--warm", type=int, default=0, help="processes that fill the compiler's caches first")
-    parser.add_argument("--stop-after", type=float, default=1e9, help="seconds after which no further model is begun")
+    parser.add_argument("--jobs", type=int, default=1, help="models that are set up at a time; one is timed at a time")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--fill-caches", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(measure(arguments.one, arguments)), flush=True)
         return
     from scripts.released import all_released
 
-    started = time.perf_counter()
-    names = arguments.only or list(all_released())
-    if arguments.warm:
-        with concurrent.futures.ThreadPoolExecutor(arguments.warm) as pool:
-            for row in pool.map(lambda name: in_process(name, arguments, fill_caches=True), names):
-                note = (
-                    row.get("missing")
-                    or row.get("error")
-                    or f"{row['setup_s']:.1f} s, {row['own_calls']} {row['misses']} {row['not_captured'][:1]}"
-                )
-                print("caches:", row["model"], note, flush=True)
-    rows = []
-    for name in names:
-        if time.perf_counter() - started > arguments.stop_after:
-            print("out of time before", name, flush=True)
-            break
-        row = in_process(name, arguments, fill_caches=False)
-        print(json.dumps(row), flush=True)
-        if "missing" in row:  # an architecture that this version of transformers does not have
-            continue
-        rows.append(row)
-        if arguments.out:
-            content = {
-                "kind": "models",
-                "command": "python " + " ".join(["scripts/bench_models.py", *sys.argv[1:]]),
-                "environment": environment(),
-                "warm_caches": bool(arguments.warm),
-                "models": rows,
-            }
-            arguments.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    names, rows = arguments.only or list(all_released()), []
+    content = {
+        "kind": "models",
+        "command": "python " + " ".join(["scripts/bench_models.py", *sys.argv[1:]]),
+        "environment": environment(),
+        "models": rows,
+    }
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        lock = Path(folder) / "lock"
+        for row in pool.map(lambda name: in_process(name, arguments, lock), names):
+            print(json.dumps(row), flush=True)
+            if "missing" in row:  # an architecture that this version of transformers does not have
+                continue
+            rows.append(row)
+            if arguments.out:
+                arguments.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,17 @@ def _one_each() -> dict[str, Released]:
     return found
 
 
+@pytest.fixture
+def uninitialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are left as memory happens to be: fake tensors have no values, and random ones take minutes."""
+    import transformers
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "init_weights", lambda self: None)
+    for name in ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"):
+        monkeypatch.setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
+
+
+@pytest.mark.usefixtures("uninitialised")
 @pytest.mark.parametrize("architecture", [row.name for row in architectures()])
 def test_no_forward_waits_for_the_host(architecture: str) -> None:
     """What the language model gets, and every field of the model's own call: nothing is found on any path."""

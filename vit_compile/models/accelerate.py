@@ -87,8 +87,7 @@ def encoder_for(
     """
     table_options, made = _options(config, options)
     _check_untouched(model)
-    binding = _bind(architecture_of(model), model, None, table_options)
-    return _manager(binding, made, group)
+    return _manager(_bind(architecture_of(model), model, None, table_options), made, group)
 
 
 def _options(config: EncoderConfig | None, options: Mapping[str, Any]) -> tuple[dict[str, Any], EncoderConfig]:
@@ -133,8 +132,12 @@ def _where(binding: Binding) -> tuple[torch.device, torch.dtype]:
 
 
 def _manager(binding: Binding, config: EncoderConfig, group: dist.ProcessGroup | None) -> EncoderCudaGraphManager:
-    device, dtype = _where(binding)
-    return TowerManager(binding.table, config, device=device, dtype=dtype, group=group)
+    try:
+        device, dtype = _where(binding)
+        return TowerManager(binding.table, config, device=device, dtype=dtype, group=group)
+    except BaseException:
+        binding.undo()
+        raise
 
 
 class TowerManager(EncoderCudaGraphManager):
@@ -186,11 +189,7 @@ class AcceleratedModel:
 
     def _build(self) -> None:
         self._binding = _bind(self.architecture, self.model, "all", self._options)
-        try:
-            self.manager = _manager(self._binding, self.config, self._group)
-        except BaseException:
-            self._binding.undo()
-            raise
+        self.manager = _manager(self._binding, self.config, self._group)
         self._device, self._dtype = self.manager.device, self.manager.dtype
         self._watched, self._data_dtypes = modules_of(self._binding.table), _data_dtypes(self._binding.table)
         self._installed = [InstalledCall(self, call) for call in self._binding.calls]

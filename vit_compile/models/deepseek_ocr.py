@@ -138,9 +138,8 @@ class SeparatedTable(TwoViewTable):
     """
 
     def __init__(self, *views: Tiles, parameters: OwnParameters, separator: str, **options: Any) -> None:
-        self.parameters, self._separator = parameters, separator
         super().__init__(*views, **options)
-        self.modules.append(parameters)
+        self.parameters, self._separator = parameters, separator  # behind the modules, the first of which says the dtype
 
     def ending(self) -> Sequence[torch.Tensor]:
         """The separator."""

@@ -156,7 +156,11 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
     """
     tower = find_module(model, *towers)
     switch = AttentionSwitch(tower)
-    table = PackedGridTable(tower, fields=fields, switch=switch, **options)
+    try:
+        table = PackedGridTable(tower, fields=fields, switch=switch, **options)
+    except BaseException:
+        switch.undo()
+        raise
 
     def serve(execute: Execute, hidden_states: torch.Tensor, grid_thw: Any) -> Any:
         grids = host_rows("grid_thw", grid_thw, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,10 +100,10 @@ class TileCall:
 
     def _answer(self, outputs: TowerOutputs, shape: tuple[int, ...]) -> Call:
         image = next(iter(self.inputs.values()))
-        bound = self._settings()
+        bound = copy.deepcopy(self._settings())
 
         def serve(execute: Execute, **arguments: Any) -> Any:
-            tiles, *others = arguments.values()
+            tiles, *others = (arguments[name] for name in self.takes)
             if not isinstance(tiles, torch.Tensor) or tuple(tiles.shape[1:]) != shape or not len(tiles):
                 what = list(tiles.shape) if isinstance(tiles, torch.Tensor) else type(tiles).__name__
                 raise Unserved(f"tiles {what}, where the model has {['N', *shape]}")

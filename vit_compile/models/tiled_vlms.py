@@ -237,7 +237,11 @@ ROWS: tuple[Architecture, ...] = (
         classes=("CLIPVisionModel", "SiglipVisionModel"),
         binder=bind_llava,
         tokens="h w (h w + 1 with the class token)",
-        limits=(_ONE_SIZE,),
+        limits=(
+            _ONE_SIZE,
+            "With transformers 5.17 the call returns the hidden states of all layers, and so the graphs hold them: about 30 MB "
+            "for each image of LLaVA-1.5.",
+        ),
     ),
     Architecture(
         name="Idefics3",
