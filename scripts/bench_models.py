@@ -104,7 +104,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         want = released.call(model, inputs)
     before = torch.cuda.memory_reserved() if device.type == "cuda" else 0
     started = time.perf_counter()
-    options = dict(released.options)
+    options = {**released.options, **({"mode": "eager"} if arguments.as_written else {})}
     if arguments.compiler != "inductor" and options.get("mode") != "eager":
         options |= {"compiler": arguments.compiler}
     with vit_compile.accelerate(model, **options) as handle, torch.inference_mode():
@@ -146,6 +146,7 @@ def in_process(name: str, arguments: argparse.Namespace, lock: Path) -> dict[str
     command = [sys.executable, __file__, "--one", name, "--device", arguments.device, "--dtype", arguments.dtype]
     command += ["--runs", str(arguments.runs), "--compiler", arguments.compiler, "--lock", str(lock)]
     command += ["--depth", str(arguments.depth)] if arguments.depth else []
+    command += ["--as-written"] if arguments.as_written else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
     except subprocess.TimeoutExpired:
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--limit", type=int, default=LIMIT_S, help="seconds for one model")
     parser.add_argument("--jobs", type=int, default=1, help="models that are set up at a time; one is timed at a time")
+    parser.add_argument("--as-written", action="store_true", help="capture the models' own code, not compiled")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)

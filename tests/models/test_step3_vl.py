@@ -5,6 +5,7 @@ The reference encodes one view and one tile at a time with eager attention.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from vit_compile.models.accelerate import accelerate, encoder_for
 from vit_compile.models.two_views import GLOBAL, LOCAL, TwoViewTable
 from vit_compile.runtime.graphs import EncoderGraph
 from vit_compile.runtime.manager import EncoderCudaGraphManager
+from vit_compile.runtime.weights import modules_of
 from vit_compile.stats import counters
 
 transformers = pytest.importorskip("transformers")
@@ -305,6 +307,16 @@ def test_compiled_features_are_the_same() -> None:
     assert parity.difference(made.execute(request), family.by_hand(reference("step3p7"), request)) <= parity.TOLERANCE
     assert counts(made)[0] == 2
     assert counters.graphs_seen == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_weights_are_watched(name: str) -> None:
+    """Every parameter outside of the text part, so that a graph notices when one is replaced; the tower's come first."""
+    model = reference(name)
+    modules = modules_of(manager(name, copy.deepcopy(model)).model.table)
+    watched = sum(len(list(module.parameters())) for module in modules)
+    assert watched == sum("language_model" not in key and "lm_head" not in key for key, _ in model.named_parameters())
+    assert len(list(modules[0].parameters())) > 10
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -32,6 +32,7 @@ class Faulty(EncoderTable):
     def __init__(self, body: Body) -> None:
         self.body, self.tower = body, nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).eval()
         self.shift = torch.ones(8)
+        self.tower.plain = torch.arange(6)
         self.runs = 0
         super().__init__(
             modalities={"image": Modality(data={"rows": "pixel_values"}, per_item=("sizes",))},
@@ -63,7 +64,7 @@ def _cached_ramp(length: int, device: torch.device) -> torch.Tensor:
     return torch.arange(length, device=device)
 
 
-_numbers = torch.arange(6)
+_kept = torch.arange(6)
 
 # name -> (operation, reason, how many places)
 FAULTS: dict[str, tuple[Body, str, str]] = {
@@ -87,7 +88,7 @@ FAULTS: dict[str, tuple[Body, str, str]] = {
     "copy_ to the host": (lambda t, x, cu: torch.zeros(1, 8).copy_(x[:1]), "copy_", host_reads.TO_HOST),
     "index on the host": (lambda t, x, cu: x[torch.arange(3)], "index", host_reads.MIXED),
     "sum with the host": (lambda t, x, cu: x + torch.zeros(8), "add", host_reads.MIXED),
-    "real tensor": (lambda t, x, cu: x[_numbers], "index", host_reads.MIXED),
+    "plain attribute": (lambda t, x, cu: x[t.tower.plain], "index", host_reads.MIXED),
     "computed on the host": (lambda t, x, cu: torch.arange(3).sum().item(), "_local_scalar_dense", host_reads.ON_HOST),
 }
 
@@ -103,6 +104,7 @@ RIGHT: dict[str, Body] = {
     "search": lambda t, x, cu: torch.searchsorted(cu, cu, right=True),
     "attention": lambda t, x, cu: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
     "only the first run": once,
+    "kept by the adapter": lambda t, x, cu: x[_kept] + torch.cat([x[0], _kept])[:6].sum(),
     "cached": lambda t, x, cu: x + _cached_ramp(8, x.device),
 }
 

@@ -122,5 +122,8 @@ def check_reentry(tower: nn.Module, got: torch.Tensor, want: torch.Tensor) -> No
     Raises:
         ModelError: they differ by more than rounding: the tower is another one than the adapter was written for.
     """
-    if got.shape != want.shape or not difference_over_tolerance(got, want) <= 1:
+    # In half precision deep towers differ by rounding alone, more than padded and exact runs do; another order of operations, or
+    # one that is left out, gives something unrelated.
+    most = 1 if got.dtype == torch.float32 else 5
+    if got.shape != want.shape or not difference_over_tolerance(got, want) <= most:
         raise ModelError(f"{type(tower).__name__} computes something else than the published tower: it is not supported.")

@@ -73,6 +73,10 @@ class PackedGridTable(EncoderTable):
             max_frames_per_video=max_frames_per_video,
             segment_capacities=segment_capacities,
         )
+        if self.reads_grid:
+            # Seen with Inductor of torch 2.11 on a GPU; eager code with the same metadata stays in range. A failed assertion on
+            # the device is the end of a process.
+            self.as_written = "compiled, its sampling of positions fails an assertion on the device"
 
     @torch.no_grad()
     def _outputs(self, config: Any, fields: str | None) -> TowerOutputs:

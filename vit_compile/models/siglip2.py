@@ -150,7 +150,7 @@ class Siglip2Table(EncoderTable):
         embeddings = self.tower.embeddings
         learned = embeddings.position_embedding.weight
         by_place = (weights[:, 0, :, None] * weights[:, 1, None, :]).flatten(1)
-        positions = (by_place @ learned.float()).to(learned.dtype)
+        positions: torch.Tensor = (by_place @ learned.float()).to(learned.dtype)
         patches: torch.Tensor = embeddings.patch_embedding(pixels.to(embeddings.patch_embedding.weight.dtype))
         return patches + positions
 

@@ -109,8 +109,6 @@ class TileCall:
                 raise Unserved(f"tiles {what}, where the model has {['N', *shape]}")
             if self._settings() != bound:
                 raise Unserved("a setting of the model was changed since")
-            if getattr(getattr(self.owner, "config", None), "return_dict", True) is False:
-                raise Unserved("config.return_dict=False")
             reason = self.refuse(*others)
             if reason is not None:
                 raise Unserved(reason)

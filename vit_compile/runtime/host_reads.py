@@ -73,6 +73,9 @@ def find_host_reads(
     replaced for that time and put back, as are attributes that the forward sets, so nobody may use the model meanwhile. Caches of
     functions (`functools.lru_cache`) beside the modules' classes are emptied.
 
+    Tensors that an adapter made and kept are taken to be on the device, if they are where the weights are now. Those that a module
+    has as plain attributes stay on the CPU, as they do when a model is moved.
+
     It is a lint: it does not see what kernels do by themselves, and no capture was tried.
 
     Raises:
@@ -114,13 +117,13 @@ def _buffers(
 def _of_path(
     encoder: SupportsEncoderCudaGraph, model: Any, modules: Sequence[nn.Module], path: str, values: Mapping[str, Any]
 ) -> list[HostRead]:
-    fakes = _Fakes()
+    fakes = _Fakes(modules)
     inputs = {name: fakes(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
     forward = _Swapped(modules, lambda: encoder.encoder_cudagraph_forward(inputs, path))
     found: list[HostRead] = []
     with _as_before(modules), _loose_tensors(model, fakes), torch.no_grad():
         for _ in range(2):
-            watch = _Watch(path)
+            watch = _Watch(path, fakes)
             try:
                 with fakes.mode, watch:
                     forward.run(fakes)
@@ -135,9 +138,12 @@ def _of_path(
 class _Fakes:
     """Tensors of the same shape and strides on a device that need not be there; the same one for the same tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        inside = [module for root in modules for module in root.modules()]
+        self._homes = {weight.device for root in modules for weight in root.parameters()} or {torch.device("cpu")}
+        self._plain = {id(value) for module in inside for value in vars(module).values() if isinstance(value, torch.Tensor)}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._made:
@@ -145,6 +151,14 @@ class _Fakes:
                 fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
             self._made[id(tensor)] = (tensor, fake)
         return self._made[id(tensor)][1]
+
+    def kept(self, value: Any) -> Any:
+        """The same for real tensors among an operation's arguments that the adapter keeps; all else as it is."""
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.kept, value))
+        if not isinstance(value, torch.Tensor) or isinstance(value, compat.FakeTensor):
+            return value
+        return value if id(value) in self._plain or value.device not in self._homes else self(value)
 
 
 class _Swapped(nn.Module):
@@ -168,13 +182,15 @@ class _Swapped(nn.Module):
 class _Watch(compat.DispatchMode):
     """Notes what waits for the host."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, fakes: _Fakes) -> None:
         super().__init__()
         self.found: list[HostRead] = []
-        self._path = path
+        self._path, self._fakes = path, fakes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket is not torch.ops.aten.lift_fresh:  # of a tensor that was made this very moment
+            args, kwargs = self._fakes.kept(args), {name: self._fakes.kept(value) for name, value in kwargs.items()}
         why = _why(func, args, kwargs)
         if why is not None:
             self.found.append(HostRead(self._path, str(func), why, _where()))

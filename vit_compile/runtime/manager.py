@@ -83,7 +83,10 @@ class EncoderCudaGraphManager:
         self._direct = self.model if isinstance(self.model, SupportsDirectFill) else None
         self._lock = threading.RLock()
         self._statistics = EncoderStatistics(self.config.log_every)
-        if self.config.mode == "compiled":
+        as_written = model.as_written if isinstance(model, EncoderTable) else None
+        if self.config.mode == "compiled" and as_written is not None:
+            logger.info("%s is captured as it is written: %s", type(model).__name__, as_written)
+        if self.config.mode == "compiled" and as_written is None:
             forward = compiled_forward(self.model, frozenset(self.declaration.buffer_keys), self.config.compiler)
         else:
             forward = eager_forward(self.model)
