@@ -47,7 +47,8 @@ def yes(value: bool) -> str:
 def cells(row: Architecture) -> list[str]:
     """One row of the table."""
     module, lines = adapter(row)
-    classes = ", ".join(f"`{name}`" for name in row.classes) + (" (remote code)" if row.remote_code else "")
+    classes = ", ".join(f"`{name}`" for name in row.classes) or "by its published structure"
+    classes += " (remote code)" if row.remote_code else ""
     return [
         row.name,
         classes,

@@ -167,3 +167,13 @@ def test_benchmark_tables_are_those_of_the_files(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(script), *map(str, files), "--into", *map(str, copies)], check=True)
     for page, copy in zip(pages, copies, strict=True):
         assert text(copy) == text(page), f"{page.name}: run {script.name} with --into"
+
+
+def test_the_table_of_models_is_the_registry_s() -> None:
+    """docs/models.md has a row for every architecture, as the registry has it now; each row names buffers and token counts."""
+    from vit_compile.models.registry import architectures
+
+    script = ROOT / "scripts" / "models_table.py"
+    done = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() in text(ROOT / "docs" / "models.md"), "run scripts/models_table.py --write"
+    assert all(row.buffers and row.tokens for row in architectures())

@@ -55,6 +55,7 @@ def accelerated(model: nn.Module, **options: Any) -> Iterator[AcceleratedModel]:
     with accelerate(model, **{"mode": "eager", "packing": "greedy", **options}) as handle, torch.no_grad():
         handle.capture()
         assert handle.stats()["not_captured"] == []
+        assert set(handle.manager.declaration.buffer_keys) <= set(handle.architecture.buffers), "its row names other buffers"
         yield handle
 
 

@@ -384,7 +384,7 @@ def test_an_encoder_gives_what_the_language_model_gets(build: Builder) -> None:
         assert manager.snapshot()["graph_hits"] == 6
         assert manager.execute({"pixel_values": data[:0], "image_sizes": []}) == []
         assert "get_image_features" not in vars(model(build).model)
-        for wrong in ([*sizes, (8, 8)], [(48, 24), *sizes[1:]], [(3, 24), *sizes[1:]], sizes[0]):
+        for wrong in ([*sizes, (8, 8)], [(48, 24), *sizes[1:]], [(16, 28), *sizes[1:]], [(3, 24), *sizes[1:]], sizes[0]):
             with pytest.raises(InputError):
                 manager.execute({"pixel_values": data, "image_sizes": wrong})
         with pytest.raises(InputError, match="pixel_values without image_sizes"):

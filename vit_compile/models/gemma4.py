@@ -274,6 +274,7 @@ ROWS: tuple[Architecture, ...] = (
         model_types=("gemma4", "gemma4_vision"),
         classes=("Gemma4VisionModel",),
         binder=bind,
+        buffers=("block_index", "cu_seqlens", "pixel_values", "position_ids"),
         modalities=("image", "video"),
         tokens="t h w / 9",
         limits=("Images are packed without their padding, so graphs serve every max_soft_tokens.",),

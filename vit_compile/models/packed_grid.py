@@ -178,26 +178,39 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
     return Binding(table=table, calls=(call,), switch=switch)
 
 
-_MERGED = "t h w / 4"
+_ALWAYS = ("hidden_states", "position_ids", "cu_seqlens")
+_WINDOWS = ("window_index", "cu_window_seqlens")
+_INTERPOLATED = ("interp_indices", "interp_weights")
+_SAMPLED = ("grid_thw",)
+_AS_WRITTEN = (
+    "It is captured as it is written: compiled by Inductor (torch 2.11), its sampling of positions fails an assertion on the GPU."
+)
 
 
-def _row(name: str, model_types: tuple[str, ...], tower: str) -> Architecture:
+def _row(name: str, model_types: tuple[str, ...], tower: str, more: tuple[str, ...] = ()) -> Architecture:
     return Architecture(
-        name=name, model_types=model_types, classes=(tower,), binder=bind, modalities=("image", "video"), tokens=_MERGED
+        name=name,
+        model_types=model_types,
+        classes=(tower,),
+        binder=bind,
+        modalities=("image", "video"),
+        buffers=(*_ALWAYS, *more),
+        tokens="t h w / 4",
+        limits=(_AS_WRITTEN,) if more == _SAMPLED else (),
     )
 
 
 ROWS: tuple[Architecture, ...] = (
     _row("Qwen2-VL", ("qwen2_vl", "qwen2_vl_vision"), "Qwen2VisionTransformerPretrainedModel"),
-    _row("Qwen2.5-VL", ("qwen2_5_vl", "qwen2_5_vl_vision"), "Qwen2_5_VisionTransformerPretrainedModel"),
-    _row("Qwen3-VL", ("qwen3_vl", "qwen3_vl_vision"), "Qwen3VLVisionModel"),
-    _row("Qwen3-VL-MoE", ("qwen3_vl_moe", "qwen3_vl_moe_vision"), "Qwen3VLMoeVisionModel"),
+    _row("Qwen2.5-VL", ("qwen2_5_vl", "qwen2_5_vl_vision"), "Qwen2_5_VisionTransformerPretrainedModel", _WINDOWS),
+    _row("Qwen3-VL", ("qwen3_vl", "qwen3_vl_vision"), "Qwen3VLVisionModel", _INTERPOLATED),
+    _row("Qwen3-VL-MoE", ("qwen3_vl_moe", "qwen3_vl_moe_vision"), "Qwen3VLMoeVisionModel", _INTERPOLATED),
     # Qwen3.6 has the classes and the model types of Qwen3.5.
-    _row("Qwen3.5, Qwen3.6", ("qwen3_5", "qwen3_5_vision"), "Qwen3_5VisionModel"),
-    _row("Qwen3.5-MoE, Qwen3.6-MoE", ("qwen3_5_moe", "qwen3_5_moe_vision"), "Qwen3_5MoeVisionModel"),
-    _row("GLM-4.1V", ("glm4v", "glm4v_vision"), "Glm4vVisionModel"),
-    _row("GLM-4.5V", ("glm4v_moe", "glm4v_moe_vision"), "Glm4vMoeVisionModel"),
+    _row("Qwen3.5, Qwen3.6", ("qwen3_5", "qwen3_5_vision"), "Qwen3_5VisionModel", _INTERPOLATED),
+    _row("Qwen3.5-MoE, Qwen3.6-MoE", ("qwen3_5_moe", "qwen3_5_moe_vision"), "Qwen3_5MoeVisionModel", _INTERPOLATED),
+    _row("GLM-4.1V", ("glm4v", "glm4v_vision"), "Glm4vVisionModel", _SAMPLED),
+    _row("GLM-4.5V", ("glm4v_moe", "glm4v_moe_vision"), "Glm4vMoeVisionModel", _SAMPLED),
     # Its tower is GLM-4.1V's.
-    _row("GLM-4.6V", ("glm46v",), "Glm4vVisionModel"),
+    _row("GLM-4.6V", ("glm46v",), "Glm4vVisionModel", _SAMPLED),
     _row("GLM-OCR", ("glm_ocr", "glm_ocr_vision"), "GlmOcrVisionModel"),
 )

@@ -214,6 +214,7 @@ ROWS: tuple[Architecture, ...] = (
         model_types=("paddleocr_vl", "paddleocr_vl_vision"),
         classes=("PaddleOCRVisionModel",),
         binder=bind,
+        buffers=("cu_seqlens", "interp_indices", "interp_weights", "merge_index", "pixel_values", "position_ids"),
         tokens="t h w / 4",
     ),
 )

@@ -260,13 +260,14 @@ def _tower_alone(tower: Any, options: Mapping[str, Any]) -> tuple[PixtralTable, 
     table = PixtralTable(tower, kept=(depth,), **options)
     image = _example(tower, table.patch_size)
     returned = _own(tower, "forward", image)
+    kind: Any = type(returned)
     check_reentry(tower, table.alone(image)[_name(depth)], returned.last_hidden_state[0])
 
     def serve(execute: Execute, pixel_values: Any, image_sizes: Any) -> Any:
         if image_sizes is None and isinstance(pixel_values, torch.Tensor):
             image_sizes = [pixel_values.shape[-2:]] * len(pixel_values)
         features = _encoded(execute, pixel_values, image_sizes)
-        return type(returned)(last_hidden_state=table.split(torch.cat(features))[1][depth])
+        return kind(last_hidden_state=table.split(torch.cat(features))[1][depth])
 
     return table, Call(owner=tower, method="forward", takes=("pixel_values", "image_sizes"), serve=serve)
 
@@ -281,13 +282,15 @@ def _whole_model(owner: Any, tower: Any, fields: str | None, options: Mapping[st
         raise ModelError(f"vision_feature_layer={config.vision_feature_layer!r}: the tower has {depth} layers.")
     image = _example(tower, tower.config.patch_size * getattr(config, "spatial_merge_size", 1))
     returned = _own(owner, "get_image_features", image)
+    kind: Any = type(returned)
     collected = [state is not None for state in returned.hidden_states]
     kept = {depth, *(number for number, is_there in enumerate(collected) if is_there)} if fields == "all" else ()
     table = PixtralTable(tower, owner.multi_modal_projector, projected=projected, kept=sorted(kept), **options)
     check_reentry(tower, table.alone(image)["pooler_output"], returned.pooler_output[0])
 
     def serve(execute: Execute, **given: Any) -> Any:
-        if given.pop("vision_feature_select_strategy", None) not in (None, "full"):
+        strategy = given.pop("vision_feature_select_strategy", None) or getattr(config, "vision_feature_select_strategy", "full")
+        if strategy != "full":
             raise Unserved("a class token is to be dropped")
         layer = given.pop("vision_feature_layer")
         if _numbers(config.vision_feature_layer if layer is None else layer, depth) != projected:
@@ -296,7 +299,7 @@ def _whole_model(owner: Any, tower: Any, fields: str | None, options: Mapping[st
         pooled, states = table.split(torch.cat(features))
         assert pooled is not None, "there is a projector"
         # Put together as the model does it: what is a field, and what merely an attribute, depends on the version.
-        output = type(returned)(last_hidden_state=states[depth])
+        output = kind(last_hidden_state=states[depth])
         output["hidden_states"] = tuple(states[number] if is_there else None for number, is_there in enumerate(collected))
         output.pooler_output = torch.split(pooled, [len(feature) for feature in features])
         return output
@@ -346,6 +349,7 @@ ROWS: tuple[Architecture, ...] = (
         model_types=("llava", "pixtral"),
         classes=("PixtralVisionModel",),
         binder=bind,
+        buffers=("cu_seqlens", "patches", "position_ids"),
         tokens="h w",
         limits=("transformers 5.17 returns the hidden states of every layer from get_image_features, and so does accelerate.",),
     ),
@@ -354,6 +358,7 @@ ROWS: tuple[Architecture, ...] = (
         model_types=("mistral3",),
         classes=("PixtralVisionModel",),
         binder=bind,
+        buffers=("cu_seqlens", "merge_index", "patches", "position_ids"),
         tokens="h w / 4",
         limits=(
             "transformers 5.17 returns the hidden states of every layer from get_image_features, and so does accelerate.",

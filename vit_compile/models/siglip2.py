@@ -256,6 +256,7 @@ ROWS: tuple[Architecture, ...] = (
         model_types=("siglip2", "siglip2_vision_model"),
         classes=("Siglip2VisionModel",),
         binder=bind,
+        buffers=("cu_seqlens", "pixel_values", "resize_weights"),
         tokens="h w",
         limits=("Where an image has padding, last_hidden_state holds zeros; the model's own has garbage there.",),
     ),

@@ -73,8 +73,8 @@ def find_host_reads(
     replaced for that time and put back, as are attributes that the forward sets, so nobody may use the model meanwhile. Caches of
     functions (`functools.lru_cache`) beside the modules' classes are emptied.
 
-    Tensors that an adapter made and kept are taken to be on the device, if they are where the weights are now. Those that a module
-    has as plain attributes stay on the CPU, as they do when a model is moved.
+    Tensors that an adapter made and kept are taken to be on the device, if they are where the weights are now. Those that a
+    module has as plain attributes stay on the CPU, as they do when a model is moved.
 
     It is a lint: it does not see what kernels do by themselves, and no capture was tried.
 
@@ -183,7 +183,7 @@ class _Watch(compat.DispatchMode):
     """Notes what waits for the host."""
 
     def __init__(self, path: str, fakes: _Fakes) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[HostRead] = []
         self._path, self._fakes = path, fakes
 
