@@ -20,11 +20,12 @@ demo: $(DEMO_WEIGHTS)
 	$(BIN)/vit-compile run --demo --out-dir demo_output
 
 test: lint
-	$(BIN)/python -m pytest -n auto --maxprocesses 4
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m "not slow"
 
 FLOOR := .venv-floor
 
 test-matrix: test $(FLOOR)/.installed
+	$(BIN)/python -m pytest tests/models -n auto --maxprocesses 4 -m slow
 	$(FLOOR)/bin/python -m pytest tests/models tests/attention tests/runtime -n auto --maxprocesses 4
 
 lint: $(INSTALLED)

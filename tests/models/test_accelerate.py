@@ -347,6 +347,7 @@ def test_outputs_asked_for_by_the_config() -> None:
         assert served(handle)[2] == {"more-outputs": 1}
 
 
+@pytest.mark.slow
 def test_hidden_states_before_the_first_capture() -> None:
     """transformers leaves its hooks in the layers then: graphs that are captured afterwards are as right, traced once."""
     model = towers.tiny_vlm("qwen2_vl", depth=1)

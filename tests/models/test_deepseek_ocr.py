@@ -392,6 +392,7 @@ def test_an_image_does_not_depend_on_its_neighbours(name: str) -> None:
     assert torch.equal(got[1], clean[1])
 
 
+@pytest.mark.slow
 def test_compiled_features_are_the_same() -> None:
     """Dynamo traces the path of the tiles once for all budgets, and the features are the same. (The other path is alike.)"""
     family = FAMILIES["ocr2"]

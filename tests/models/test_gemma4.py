@@ -143,13 +143,10 @@ def encoder() -> Any:
 
 def clips_of(frames: Sequence[int], size: Size, length: int = PADDED) -> dict[str, Any]:
     """Arguments of `get_video_features` for clips of one size, in the form of the installed version."""
-    from transformers import Gemma4ForConditionalGeneration
-
     values, positions = padded([size] * sum(frames), length, seed=7)
     if "num_frames_per_video" in inspect.signature(type(untouched().model).get_video_features).parameters:
         counts = {"num_frames_per_video": torch.tensor(frames)}
         return {"pixel_values_videos": values, "video_position_ids": positions, **counts}
-    assert Gemma4ForConditionalGeneration is not None
     assert len(set(frames)) == 1, "this version takes clips of one length"
     shape = (len(frames), frames[0])
     return {"pixel_values_videos": values.unflatten(0, shape), "video_position_ids": positions.unflatten(0, shape)}
@@ -241,6 +238,7 @@ def test_bare_tower(model: Any) -> None:
     binding.undo()
 
 
+@pytest.mark.slow
 def test_compiled_features_are_the_same() -> None:
     """`torch.compile` traces the forward once for both budgets; features are the same."""
     shallow = build(num_hidden_layers=1, use_clipped_linears=False)
@@ -420,6 +418,11 @@ def test_close_restores(model: Any) -> None:
     ("request_", "error", "words"),
     [
         ({"pixel_values": torch.zeros(54, CHANNELS), "image_grid_thw": [(1, 6, 8)]}, GridError, "merge size 3"),
+        (
+            {"pixel_values": torch.zeros(1, 9, CHANNELS), "image_position_ids": torch.full((1, 9, 2), -1)},
+            InputError,
+            "image 0 of image_position_ids has nothing but padding",
+        ),
         ({"pixel_values": torch.zeros(99, CHANNELS), "image_grid_thw": [(1, 3, 33)]}, InputError, "positions for 32"),
         ({"pixel_values": torch.zeros(2, 9, CHANNELS), "image_position_ids": torch.zeros(2, 9)}, InputError, "expected a tens"),
         ({"pixel_values": torch.zeros(9, CHANNELS), "image_position_ids": torch.zeros(1, 9, 2)}, InputError, "are \\[9, 12"),
@@ -446,6 +449,14 @@ def test_towers_without_pooling_are_refused() -> None:
     tower = build(pooling_kernel_size=1).model.vision_tower
     with pytest.raises(ModelError, match="pooling_kernel_size=1"):
         Gemma4Table(tower)
+
+
+def test_frames_of_a_clip() -> None:
+    """Calls of the tower have single frames, so graphs for them have no room for clips; an encoder takes clips of 32 frames."""
+    for fields, frames in (("all", 1), (None, 32)):
+        binding = bind(build(), "Gemma4VisionModel", fields=fields)
+        assert binding.table.max_frames_per_video == frames
+        binding.undo()
 
 
 def test_no_images_is_no_request() -> None:

@@ -267,6 +267,7 @@ def test_k25_in_bfloat16() -> None:
         assert relative(got[name], want) <= BF16_BOUND
 
 
+@pytest.mark.slow
 def test_k25_compiled() -> None:
     """Through `torch.compile`: traced once for all budgets."""
     model, grids = k25(layers=1, frames=2), [(1, 8, 6), (2, 4, 6), (1, 2, 2)]
@@ -447,6 +448,7 @@ def test_vl_in_bfloat16() -> None:
     assert relative(got, want) <= BF16_BOUND
 
 
+@pytest.mark.slow
 def test_vl_compiled() -> None:
     """Through `torch.compile`, complex factors and the looked-up attention included: traced once for all budgets."""
     made, grids = encoder_for(copy.deepcopy(kimi_vl(layers=1)), **{**OPTIONS, **COMPILED}), IMAGES["three sizes"]

@@ -258,6 +258,7 @@ def test_in_bfloat16() -> None:
     assert float((got.double() - want.double()).norm() / want.double().norm()) <= BF16_BOUND
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     """Through `torch.compile`: traced once for all budgets."""
     options = {**OPTIONS, "mode": "compiled", "compiler": "eager", "segment_capacities": (), "verify": False}

@@ -188,6 +188,7 @@ def test_bfloat16(build: Builder) -> None:
                 assert float((got[name].float() - value.float()).norm() / value.float().norm()) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [registers, dinov3, siglip], ids=by_name)
 def test_compiled_once_for_all_budgets(build: Builder) -> None:
     """Dynamo traces the packed forward into one graph, whatever the budget and the number of segments."""

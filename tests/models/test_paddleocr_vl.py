@@ -183,6 +183,7 @@ def test_bfloat16_is_as_near_as_bfloat16_allows() -> None:
         assert float((a.float() - b.float()).norm() / b.float().norm()) <= 0.012
 
 
+@pytest.mark.slow
 def test_compiled_features_are_the_same() -> None:
     """Through `torch.compile`, traced once for all budgets, after a call that installed the model's own hooks."""
     own = parity.seeded(functools.partial(build, layers=1))

@@ -355,6 +355,10 @@ def test_close_restores(model: Any) -> None:
         ({"spatial_shapes": torch.tensor([[4, 5]])}, "image 0 has 4 x 5 patches by spatial_shapes"),
         ({"spatial_shapes": torch.tensor([[40, 60]])}, "image 0 has 40 x 60 patches"),
         ({"spatial_shapes": torch.tensor([[0, 6]]), "pixel_attention_mask": torch.zeros(1, PADDED)}, "image 0 of .* 0 x 6"),
+        (
+            {"spatial_shapes": torch.tensor([[10, 10]]), "pixel_attention_mask": torch.ones(1, PADDED)},
+            "image 0 has 10 x 10 patches by spatial_shapes",
+        ),
         ({"pixel_attention_mask": torch.ones(1, 7)}, r"pixel_attention_mask \[1, 7\]"),
         ({"pixel_attention_mask": None}, "expected pixel_values"),
     ],

@@ -110,7 +110,7 @@ def test_ten_thousand_calls() -> None:
     tracemalloc.stop()
 
     assert wrong == 0
-    assert left == tensors, "tensors are kept"
+    assert left <= tensors, "tensors are kept"
     assert growth < KEPT_BYTES, "the process grows"
     # A tensor's Python object and its entry in a list are more; what the interpreter pools for itself (and stops growing, seen
     # over 2,000 calls) is less.

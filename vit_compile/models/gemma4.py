@@ -277,6 +277,9 @@ ROWS: tuple[Architecture, ...] = (
         buffers=("block_index", "cu_seqlens", "pixel_values", "position_ids"),
         modalities=("image", "video"),
         tokens="t h w / 9",
-        limits=("Images are packed without their padding, so graphs serve every max_soft_tokens.",),
+        limits=(
+            "Images are packed without their padding, so the same graphs serve every max_soft_tokens.",
+            "Frames of a clip have one size; positions that are not a whole grid, row after row, go to the model.",
+        ),
     ),
 )

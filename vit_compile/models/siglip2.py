@@ -26,8 +26,6 @@ from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
 from vit_compile.runtime.inputs import host_rows
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
 
-FIELDS = ("tokens", "pooled", "all")
-
 
 class Siglip2Table(EncoderTable):
     """A SigLIP 2 tower: rows are patches, an item's key is its size (h, w) in patches, and every image is a segment.
