@@ -52,9 +52,9 @@ def test_json_schema(image_files: list[str], dinov2_dir: Path) -> None:
     report = report_of(*image_files, "--model", str(dinov2_dir))
     assert set(report) == {
         "schema", "ok", "model", "preprocessing", "options", "device", "dtype",
-        "images", "counters", "files", "retrieval", "versions",
+        "images", "counters", "files", "packed", "retrieval", "versions",
     }  # fmt: skip
-    assert (report["schema"], report["ok"], report["retrieval"]) == (1, True, None)
+    assert (report["schema"], report["ok"], report["packed"], report["retrieval"]) == (1, True, None, None)
     assert [image["name"] for image in report["images"]] == ["a.png", "b.jpg", "c.png", "a-2.png"]
     for image in report["images"]:
         assert set(image) == {
