@@ -639,3 +639,18 @@ def test_encoder_for(kind: str) -> None:
         assert "forward" not in vars(model.model.visual)
         assert difference(features(model), features(shared(kind))) == 0
         assert manager.snapshot()["graph_hits"] == 4
+
+
+def test_an_encoder_under_autocast_is_as_without() -> None:
+    """Neither its graphs nor its eager runs take autocast in, whether they are made or used under it."""
+    model, request = towers.tiny_vlm("qwen2_vl", depth=1), {"pixel_values": towers.pixels(24), "image_grid_thw": [(1, 4, 6)]}
+    options = {"mode": "eager", "packing": "greedy", "token_budgets": (16,)}
+    want = encoder_for(copy.deepcopy(model), **options).execute(request)
+    made = encoder_for(model, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = made.execute(request)
+        made.capture()
+        replayed = made.execute(request)
+    for got in (eager, replayed, made.execute(request)):
+        assert difference(got, want) <= TOLERANCE
+    assert made.snapshot()["graph_hits"] == 2

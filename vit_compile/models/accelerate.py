@@ -141,16 +141,16 @@ def _manager(binding: Binding, config: EncoderConfig, group: dist.ProcessGroup |
 
 
 class TowerManager(EncoderCudaGraphManager):
-    """A manager in whose calls, and nowhere else, a tower's attention is switched."""
+    """A manager in whose calls, and nowhere else, a tower's attention is switched, and autocast is off: a graph would keep it."""
 
     def capture(self, *, progress: bool = False) -> None:
         """See `EncoderCudaGraphManager`."""
-        with encoding():
+        with encoding(), torch.autocast(self.device.type, enabled=False):
             super().capture(progress=progress)
 
     def execute(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """See `EncoderCudaGraphManager`."""
-        with encoding():
+        with encoding(), torch.autocast(self.device.type, enabled=False):
             return super().execute(mm_kwargs)
 
 
@@ -206,8 +206,7 @@ class AcceleratedModel:
         with self._lock:
             self._check_open()
             self._follow()
-            with torch.autocast(self._device.type, enabled=False):
-                self.manager.capture(progress=progress)
+            self.manager.capture(progress=progress)
 
     def stats(self) -> dict[str, Any]:
         """`EncoderCudaGraphManager.snapshot`, and `own_calls`: calls that the model's own code answered, by reason."""
