@@ -13,7 +13,6 @@ import concurrent.futures
 import fcntl
 import json
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -65,19 +64,11 @@ def relative_difference(got: Any, want: Any) -> float:
 
 def median_ms(call: Any, device: Any, runs: int) -> float:
     """Median wall time with synchronisation, after three calls that do not count."""
-    import torch
+    from vit_compile.runtime import graphs
 
-    times = []
-    for number in range(runs + 3):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
+    for _ in range(2):
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if number >= 3:
-            times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times)
+    return graphs.median_ms(call, device, runs)
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.bench_models import relative_difference, tensors
 from scripts.released import Released, all_released
 from tests.models.parity import difference
 from vit_compile.models.accelerate import accelerate
@@ -17,14 +18,6 @@ pytest.importorskip("transformers")
 DEPTH = 4
 BOUNDS = {torch.float32: 2e-4, torch.bfloat16: 6e-2}
 """Of the difference's norm over the norm. In float32 the patch convolution of eager runs with TF32 switched off."""
-
-
-def flat(output: Any) -> list[torch.Tensor]:
-    """All floating-point tensors of an output."""
-    if isinstance(output, torch.Tensor):
-        return [output] if output.is_floating_point() else []
-    values = output.values() if hasattr(output, "values") else output if isinstance(output, list | tuple) else []
-    return [found for value in values for found in flat(value)]
 
 
 @pytest.fixture
@@ -61,9 +54,8 @@ def test_the_answered_call_is_the_model_s_own(released: Released, dtype: torch.d
             again = released.call(model, inputs)
             stats = handle.stats()
     difference(got, want)  # types, fields, shapes
-    for a, b, c in zip(flat(got), flat(want), flat(again), strict=True):
-        assert float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)) <= BOUNDS[dtype]
-        assert torch.equal(a, c)
+    assert relative_difference(got, want) <= BOUNDS[dtype]
+    assert all(torch.equal(a, b) for a, b in zip(tensors(got), tensors(again), strict=True))
     assert (stats["not_captured"], stats["miss_reasons"], stats["own_calls"]) == ([], {}, {})
     assert stats["graph_hits"] > 0
     del model, handle, got, want, again, inputs

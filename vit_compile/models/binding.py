@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -50,6 +51,19 @@ class Switch(Protocol):
         """The attention as it was."""
 
 
+S = TypeVar("S", bound=Switch)
+
+
+@contextmanager
+def undone_on_failure(switch: S) -> Iterator[S]:
+    """A switch that stays if what follows succeeds: `with undone_on_failure(AttentionSwitch(tower)) as switch`."""
+    try:
+        yield switch
+    except BaseException:
+        switch.undo()
+        raise
+
+
 @dataclass(frozen=True, kw_only=True)
 class Binding:
     """An encoder for one model, before it is captured."""
@@ -80,18 +94,26 @@ def find_module(model: nn.Module, *class_names: str) -> nn.Module:
     raise ModelError(f"{type(model).__name__} has no {' or '.join(class_names)} inside.")
 
 
-def find_owner(model: nn.Module, attribute: str) -> nn.Module:
-    """The innermost-first module, beginning with the model, that has this child or method of its own.
+def owner_of(model: nn.Module, children: Sequence[str], parameters: Sequence[str] = ()) -> nn.Module | None:
+    """The first module, beginning with the model, that has all these children and parameters of its own; None: there is none."""
+    for module in model.modules():
+        if all(name in module._modules for name in children) and all(name in module._parameters for name in parameters):
+            return module
+    return None
+
+
+def find_owner(model: nn.Module, child: str) -> nn.Module:
+    """`owner_of` a child that has to be there.
 
     `find_owner(model, "multi_modal_projector")` is `model.model` for a model with a head, and `model` without one.
 
     Raises:
         ModelError: there is none.
     """
-    for module in model.modules():
-        if attribute in module._modules:
-            return module
-    raise ModelError(f"{type(model).__name__} has no module with {attribute!r}.")
+    owner = owner_of(model, [child])
+    if owner is None:
+        raise ModelError(f"{type(model).__name__} has no module with {child!r}.")
+    return owner
 
 
 def original(owner: nn.Module, method: str) -> Callable[..., Any]:

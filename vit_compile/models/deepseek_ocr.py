@@ -27,7 +27,7 @@ from torch import nn
 
 from vit_compile.errors import InputError, ModelError
 from vit_compile.models.architecture import Architecture
-from vit_compile.models.binding import Binding, find_module, original
+from vit_compile.models.binding import Binding, find_module, original, owner_of
 from vit_compile.models.tiles import Tiles, on_one_tile
 from vit_compile.models.two_views import (
     GLOBAL,
@@ -37,7 +37,6 @@ from vit_compile.models.two_views import (
     SizedForward,
     TwoViewTable,
     bind_forwards,
-    owner_of,
     two_sizes,
     view_and_tile,
 )

@@ -19,8 +19,19 @@ from torch import nn
 from vit_compile.backend.roles import Role
 from vit_compile.errors import InputError, ModelError
 from vit_compile.models.architecture import Architecture
-from vit_compile.models.binding import Binding, Call, Execute, Unserved, find_module, floating_dtype, original
+from vit_compile.models.binding import (
+    Binding,
+    Call,
+    Execute,
+    Unserved,
+    find_module,
+    floating_dtype,
+    original,
+    owner_of,
+    undone_on_failure,
+)
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
+from vit_compile.models.vision_metadata import merge_order
 from vit_compile.runtime.inputs import host_counts, host_grids
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
 
@@ -149,11 +160,10 @@ class Gemma4Table(EncoderTable):
 
     def item_metadata(self, key: Any, path: str) -> Mapping[str, torch.Tensor]:
         """Positions, boundaries of frames, and the order in which patches of one token lie together."""
-        (t, h, w), side = key, self.side
-        blocks = torch.arange(t * h * w).view(t, h // side, side, w // side, side).transpose(2, 3)
+        t, h, w = key
         return {
             "position_ids": grid_positions(h, w).repeat(t, 1),
-            "block_index": blocks.reshape(-1),
+            "block_index": merge_order(h, w, self.side, t),
             "cu_seqlens": torch.arange(t + 1, dtype=torch.int32) * (h * w),
         }
 
@@ -248,15 +258,11 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
         options: see `Gemma4Table`.
     """
     tower = find_module(model, *towers)
-    projectors = [module._modules["embed_vision"] for module in model.modules() if "embed_vision" in module._modules]
-    switch = AttentionSwitch(tower)
+    owner: Any = owner_of(model, ["embed_vision"])
     if fields == "all":  # the tower is called with frames and does not know whose they are
         options.setdefault("max_frames_per_video", 1)
-    try:
-        table = Gemma4Table(tower, project=projectors[0] if projectors and fields is None else None, **options)
-    except BaseException:
-        switch.undo()
-        raise
+    with undone_on_failure(AttentionSwitch(tower)) as switch:
+        table = Gemma4Table(tower, project=owner.embed_vision if owner is not None and fields is None else None, **options)
 
     def serve(execute: Execute, pixel_values: Any, pixel_position_ids: Any) -> Any:
         if not isinstance(pixel_values, torch.Tensor) or len(pixel_values) == 0:

@@ -26,6 +26,7 @@ from vit_compile.models.binding import (
     find_owner,
     floating_dtype,
     original,
+    undone_on_failure,
 )
 from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.runtime.inputs import host_grids, host_rows
@@ -216,12 +217,8 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
     """
     tower = find_module(model, *towers)
     merger: Any = None if model is tower else find_owner(model, "merger").merger
-    switch = AttentionSwitch(tower)
-    try:
+    with undone_on_failure(AttentionSwitch(tower)) as switch:
         table = MiniCPMVTable(tower, merger=merger, fields=fields, **options)
-    except BaseException:
-        switch.undo()
-        raise
 
     def serve(execute: Execute, pixel_values: torch.Tensor, target_sizes: Any) -> Any:
         side = table.paths["main"].buffers["pixel_values"].shape[-1]

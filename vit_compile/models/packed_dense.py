@@ -10,7 +10,7 @@ from torch import nn
 
 from vit_compile.backend.roles import Role
 from vit_compile.models.architecture import Architecture
-from vit_compile.models.binding import Binding, Call, Execute, Unserved, find_module, original
+from vit_compile.models.binding import Binding, Call, Execute, find_module, original
 from vit_compile.models.dense_table import PackedDenseTable, Replaced, blank_before
 from vit_compile.runtime.table import Buffer
 
@@ -161,8 +161,6 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
 
     def serve(execute: Execute, pixel_values: Any, interpolate_pos_encoding: Any) -> Any:
         table.refuse(pixel_values, bool(interpolate_pos_encoding))
-        if getattr(table.tower.config, "return_dict", True) is False:
-            raise Unserved("config.return_dict is False")
         last = torch.stack(execute(table.request(pixel_values)))
         return table.output(last, table.pool(last))
 

@@ -14,7 +14,7 @@ from torch import nn
 from vit_compile.backend.roles import Role
 from vit_compile.errors import ModelError
 from vit_compile.models.architecture import Architecture
-from vit_compile.models.binding import Binding, Call, Execute, Unserved, find_module, floating_dtype, original
+from vit_compile.models.binding import Binding, Call, Execute, Unserved, find_module, floating_dtype, original, undone_on_failure
 from vit_compile.models.hf_attention import AttentionSwitch, use_attention
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.vision_metadata import vision_metadata
@@ -159,12 +159,8 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
         fields, options: see `PackedGridTable`.
     """
     tower = find_module(model, *towers)
-    switch = AttentionSwitch(tower)
-    try:
+    with undone_on_failure(AttentionSwitch(tower)) as switch:
         table = PackedGridTable(tower, fields=fields, switch=switch, **options)
-    except BaseException:
-        switch.undo()
-        raise
 
     def serve(execute: Execute, hidden_states: torch.Tensor, grid_thw: Any) -> Any:
         grids = host_rows("grid_thw", grid_thw, 3)

@@ -15,9 +15,20 @@ from torch import nn
 from vit_compile.backend.roles import Role
 from vit_compile.errors import ModelError
 from vit_compile.models.architecture import Architecture
-from vit_compile.models.binding import Binding, Call, Execute, Unserved, find_module, find_owner, floating_dtype, original
+from vit_compile.models.binding import (
+    Binding,
+    Call,
+    Execute,
+    Unserved,
+    find_module,
+    find_owner,
+    floating_dtype,
+    original,
+    undone_on_failure,
+)
 from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.models.output_layout import TowerOutputs
+from vit_compile.models.vision_metadata import merge_order
 from vit_compile.runtime.inputs import host_grids
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
 
@@ -108,8 +119,7 @@ class PaddleOCRTable(EncoderTable):
         found = self._tower_metadata(key)
         if self.projector is not None:
             t, h, w = key
-            blocks = torch.arange(t * h * w).reshape(t, h // self.merge, self.merge, w // self.merge, self.merge)
-            found["merge_index"] = blocks.transpose(2, 3).flatten()
+            found["merge_index"] = merge_order(h, w, self.merge, t)
         return found
 
     def _tower_metadata(self, key: tuple[int, int, int]) -> dict[str, torch.Tensor]:
@@ -173,12 +183,8 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
     tower = find_module(model, *towers)
     whole = None if tower is model else find_owner(model, "projector")
     projector: Any = None if whole is None else whole.projector
-    switch = AttentionSwitch(tower)
-    try:
+    with undone_on_failure(AttentionSwitch(tower)) as switch:
         table = PaddleOCRTable(tower, projector, fields=fields, **options)
-    except BaseException:
-        switch.undo()
-        raise
 
     def encode(execute: Execute, pixel_values: torch.Tensor, image_grid_thw: Any) -> tuple[Any, list[int]]:
         """Outputs of all images together, and the tokens of each."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from vit_compile.backend.roles import Role
 from vit_compile.errors import InputError, ModelError
+from vit_compile.models import dense_table
 from vit_compile.models.architecture import Architecture
 from vit_compile.models.binding import (
     Binding,
@@ -26,9 +27,11 @@ from vit_compile.models.binding import (
     find_owner,
     floating_dtype,
     original,
+    undone_on_failure,
 )
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
 from vit_compile.models.output_layout import OutputLayout
+from vit_compile.models.vision_metadata import merge_order
 from vit_compile.runtime.inputs import host_grids, host_rows
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
 
@@ -54,7 +57,7 @@ def pack(pixel_values: torch.Tensor, image_sizes: Sequence[Sequence[int]], patch
     count, channels, height, width = pixel_values.shape
     if len(image_sizes) != count:
         raise InputError(f"image_sizes has {len(image_sizes)} rows for {count} images in pixel_values.")
-    packed = [pixel_values.new_empty(0, channels * patch_size**2)]
+    images = []
     for image, size in zip(pixel_values, image_sizes, strict=True):
         h, w = (side // patch_size for side in size)
         if min(h, w) < 1 or h * patch_size > height or w * patch_size > width:
@@ -62,9 +65,10 @@ def pack(pixel_values: torch.Tensor, image_sizes: Sequence[Sequence[int]], patch
                 f"an image of {tuple(size)} pixels: expected at least a patch of {patch_size}, and no more than there is in "
                 f"pixel_values {list(pixel_values.shape)}."
             )
-        patches = image[:, : h * patch_size, : w * patch_size].unflatten(2, (w, patch_size)).unflatten(1, (h, patch_size))
-        packed.append(patches.permute(1, 3, 0, 2, 4).reshape(h * w, -1))
-    return torch.cat(packed)
+        images.append(image[:, : h * patch_size, : w * patch_size])
+    packed = dense_table.pack(images, patch_size, channels=channels, dtype=pixel_values.dtype, device=pixel_values.device)
+    rows: torch.Tensor = packed["patches"]
+    return rows
 
 
 class PixtralTable(EncoderTable):
@@ -167,8 +171,7 @@ class PixtralTable(EncoderTable):
             "cu_seqlens": torch.tensor([0, h * w], dtype=torch.int32),
         }
         if self._has_merger:
-            blocks = torch.arange(h * w).reshape(h // self.merge, self.merge, w // self.merge, self.merge)
-            found["merge_index"] = blocks.transpose(1, 2).flatten()
+            found["merge_index"] = merge_order(h, w, self.merge)
         return found
 
     def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
@@ -243,15 +246,11 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
     tower: Any = find_module(model, *towers)
     # Only the layers' attention, and not the tower's: by that it decides on a mask in its own forward, which without one keeps
     # images together in transformers 5.17.
-    switch = AttentionSwitch(*(layer.attention for layer in tower.transformer.layers))
-    try:
+    with undone_on_failure(AttentionSwitch(*(layer.attention for layer in tower.transformer.layers))) as switch:
         if tower is model:
             table, call = _tower_alone(tower, options)
         else:
             table, call = _whole_model(find_owner(model, "multi_modal_projector"), tower, fields, options)
-    except BaseException:
-        switch.undo()
-        raise
     return Binding(table=table, calls=(call,), switch=switch)
 
 

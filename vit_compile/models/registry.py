@@ -16,6 +16,7 @@ ADAPTERS = (
     "deepseek_ocr",
     "step3_vl",
     "kimi",
+    "kimi_vl",
     "paddleocr_vl",
     "pixtral",
     "minicpm_v",

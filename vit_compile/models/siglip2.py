@@ -21,7 +21,7 @@ from vit_compile.attention.varlen import varlen_attention
 from vit_compile.backend.roles import Role
 from vit_compile.errors import InputError, ModelError
 from vit_compile.models.architecture import Architecture
-from vit_compile.models.binding import Binding, Call, Execute, Unserved, find_module, floating_dtype, original
+from vit_compile.models.binding import Binding, Call, Execute, Unserved, find_module, floating_dtype, original, undone_on_failure
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
 from vit_compile.runtime.inputs import host_rows
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
@@ -228,13 +228,9 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
         options: see `Siglip2Table`.
     """
     tower = find_module(model, *towers)
-    switch = AttentionSwitch(tower)
     chosen = fields or ("pooled" if hasattr(model, "get_image_features") else "tokens")
-    try:
+    with undone_on_failure(AttentionSwitch(tower)) as switch:
         table = Siglip2Table(tower, fields=chosen, **options)
-    except BaseException:
-        switch.undo()
-        raise
 
     def serve(execute: Execute, pixel_values: Any, pixel_attention_mask: Any, spatial_shapes: Any) -> Any:
         if pixel_attention_mask is None or spatial_shapes is None:

@@ -35,6 +35,11 @@ class Tiles:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Of buffers that do not have the encoder's dtype (masks, positions)."""
 
+    def path(self, **options: Any) -> TablePath:
+        """As a path of a table; `options` are its further fields."""
+        buffers = {name: Buffer(role=Role.ROWS, shape=shape, dtype=self.dtypes.get(name)) for name, shape in self.shapes.items()}
+        return TablePath(buffers=buffers, tokens_per_row=self.tokens, **options)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TileInputs:
@@ -84,15 +89,7 @@ class TileTable(EncoderTable):
         super().__init__(
             modalities={name: self._modality(inputs) for name, inputs in self._inputs.items()},
             paths={
-                name: TablePath(
-                    buffers={
-                        buffer: Buffer(role=Role.ROWS, shape=shape, dtype=tiles.dtypes.get(buffer))
-                        for buffer, shape in tiles.shapes.items()
-                    },
-                    tokens_per_row=tiles.tokens,
-                    min_token_budget=tiles.tokens if several else None,
-                    allow_zero_tokens=several,
-                )
+                name: tiles.path(min_token_budget=tiles.tokens if several else None, allow_zero_tokens=several)
                 for name, tiles in paths.items()
             },
             out_hidden_size=width,

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from vit_compile.backend.roles import Role
 from vit_compile.errors import ModelError
 from vit_compile.models.binding import Binding, Call, Execute, Unserved
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.tiles import Tiles, TileTable, on_one_tile
 from vit_compile.runtime.inputs import host_counts
-from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, TablePath
+from vit_compile.runtime.table import EncoderTable, ItemSize, Modality
 
 GLOBAL, LOCAL = "global", "local"
 DEFAULT_MOST_VIEWS = 16
@@ -87,8 +86,6 @@ class SizedForward:
                 raise Unserved(f"entries {shape}, where there are graphs for {known}")
             if any(getattr(config, flag, False) for config in configs.values() for flag in MORE_OUTPUTS):
                 raise Unserved("hidden states or attentions are asked for by a config")
-            if getattr(_config(self.owner), "return_dict", True) is False:
-                raise Unserved("config.return_dict=False")
             reason = self.refuse(*arguments.values())
             if reason is not None:
                 raise Unserved(reason)
@@ -147,7 +144,7 @@ class TwoViewTable(EncoderTable):
         names = [name for tiles in self.tiles.values() for name in tiles.shapes]
         super().__init__(
             modalities={"image": Modality(data={name: name for name in names}, per_item=per_image)},
-            paths={GLOBAL: _path(view), LOCAL: _path(tile, min_token_budget=tile.tokens, allow_zero_tokens=True)},
+            paths={GLOBAL: view.path(), LOCAL: tile.path(min_token_budget=tile.tokens, allow_zero_tokens=True)},
             out_hidden_size=width,
             token_range=token_range or (view.tokens, view.tokens * DEFAULT_MOST_VIEWS),
         )
@@ -234,18 +231,5 @@ def _encoded(encode: Encode, name: str, shape: tuple[int, ...], module: nn.Modul
     return Tiles(forward=forward, shapes={name: shape}, tokens=tokens), width
 
 
-def owner_of(model: nn.Module, children: Sequence[str], parameters: Sequence[str] = ()) -> nn.Module | None:
-    """The first module that has all these children and parameters of its own, or None."""
-    for module in model.modules():
-        if all(name in module._modules for name in children) and all(name in module._parameters for name in parameters):
-            return module
-    return None
-
-
 def _config(module: nn.Module) -> Any:
     return vars(module).get("config")
-
-
-def _path(tiles: Tiles, **options: Any) -> TablePath:
-    buffers = {name: Buffer(role=Role.ROWS, shape=shape, dtype=tiles.dtypes.get(name)) for name, shape in tiles.shapes.items()}
-    return TablePath(buffers=buffers, tokens_per_row=tiles.tokens, **options)

@@ -86,6 +86,12 @@ def vision_metadata(
     return {name: tensor.to(device) for name, tensor in tensors.items()} | others
 
 
+def merge_order(height: int, width: int, merge: int, frames: int = 1) -> torch.Tensor:
+    """Patches in raster order, picked so that each `merge` x `merge` block of a frame lies together: int64 [frames * h * w]."""
+    patches = torch.arange(frames * height * width).view(frames, height // merge, merge, width // merge, merge)
+    return patches.transpose(2, 3).flatten()
+
+
 def check_grids(grids: Sequence[Sequence[int]], merge: int) -> list[Grid]:
     """The grids as tuples of Python ints.
 

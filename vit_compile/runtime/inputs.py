@@ -22,12 +22,8 @@ def host_rows(name: str, value: Any, width: int) -> list[tuple[int, ...]]:
     Raises:
         InputError: it is None, or not such a table.
     """
-    if isinstance(value, torch.Tensor | _Listable):
-        value = value.tolist()
-    if value is None or isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise InputError(f"{name}={value!r}: expected rows of {width} integers, as a list, an array or a tensor.")
     rows = []
-    for index, row in enumerate(value):
+    for index, row in enumerate(_entries(name, value, f"rows of {width} integers")):
         if isinstance(row, torch.Tensor | _Listable):
             row = row.tolist()
         try:
@@ -38,6 +34,15 @@ def host_rows(name: str, value: Any, width: int) -> list[tuple[int, ...]]:
             raise InputError(f"row {index} of {name} is {row!r}: expected {width} integers, not {len(integers)}.")
         rows.append(integers)
     return rows
+
+
+def _entries(name: str, value: Any, expected: str) -> Iterable[Any]:
+    """What a list, an array or a tensor holds, on the host."""
+    if isinstance(value, torch.Tensor | _Listable):
+        value = value.tolist()
+    if value is None or isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise InputError(f"{name}={value!r}: expected {expected}, as a list, an array or a tensor.")
+    return value
 
 
 def host_counts(name: str, value: Any, *, least: int = 1) -> list[int]:
@@ -52,12 +57,8 @@ def host_counts(name: str, value: Any, *, least: int = 1) -> list[int]:
         InputError: anything else.
     """
     kind = "a positive integer" if least else "an integer from 0 on"
-    if isinstance(value, torch.Tensor | _Listable):
-        value = value.tolist()
-    if value is None or isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise InputError(f"{name}={value!r}: expected {kind} for each item, as a list, an array or a tensor.")
     counts = []
-    for index, count in enumerate(value):
+    for index, count in enumerate(_entries(name, value, f"{kind} for each item")):
         try:
             counts.append(operator.index(count))
         except TypeError:

@@ -7,21 +7,20 @@ they run like any images of `vit-compile run` instead.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
+from vit_compile.runtime.graphs import median_ms
 from vit_compile.stats import counters
 from vit_compile.tools.compiling import CompileSettings, Encode, compile_encoder, eager_encoder
 from vit_compile.tools.contact_sheet import write_contact_sheet
 from vit_compile.tools.demo_photos import demo_photos
 from vit_compile.tools.dependencies import require
-from vit_compile.tools.encoding import NO_DIFFERENCE, TOLERANCES, Difference, Picture, compare, full_float32, synchronizer
+from vit_compile.tools.encoding import NO_DIFFERENCE, REPEATS, TOLERANCES, Difference, Picture, compare, full_float32
 from vit_compile.tools.gallery import Entry, Query, accuracy, gallery_entries, retrieve, without_flips
 from vit_compile.tools.images import load_image
 from vit_compile.tools.packed import MODES, PackedEncoder, PackedRun
@@ -40,8 +39,6 @@ STEPS = {"cuda": (0.5, 1, 2, 4, 8), "cpu": (0.5, 1, 2)}
 
 CLASS_TOKENS = 8
 """Room in a budget for the tokens that a tower adds to an image's patches."""
-
-_RUNS = {"cuda": 9, "cpu": 3}
 
 
 def run_demo(model: VisionModel, settings: CompileSettings, *, max_patches: int, out: Path | None, out_dir: Path) -> RunReport:
@@ -99,6 +96,7 @@ def _encoder(model: VisionModel, settings: CompileSettings, max_patches: int) ->
 def _all_at_once(pictures: Sequence[Picture], model: VisionModel, packed: PackedEncoder) -> PackedRun:
     """All pictures in one call, against eager calls one by one."""
     eager, images = eager_encoder(model), [picture.pixel_values(model) for picture in pictures]
+    runs = REPEATS[model.device.type]
     with full_float32():
         before = packed.stats()
         outputs = packed.many(images)
@@ -106,8 +104,8 @@ def _all_at_once(pictures: Sequence[Picture], model: VisionModel, packed: Packed
         worst = NO_DIFFERENCE
         for image, (tokens, _) in zip(images, outputs, strict=True):
             worst = worst.worse(compare(tokens, eager(image)[0]))
-        ms = _median_ms(lambda: packed.many(images), model.device)
-        eager_ms = _median_ms(lambda: [eager(image) for image in images], model.device)
+        ms = median_ms(lambda: packed.many(images), model.device, runs)
+        eager_ms = median_ms(lambda: [eager(image) for image in images], model.device, runs)
     replayed, padding = (after["tokens"][name] - before["tokens"][name] for name in ("replayed", "padding"))
     return PackedRun(
         pictures=len(pictures),
@@ -122,17 +120,6 @@ def _all_at_once(pictures: Sequence[Picture], model: VisionModel, packed: Packed
         worst_token_relative=worst.worst_token_relative,
         within_tolerance=worst.within(TOLERANCES[model.dtype]),
     )
-
-
-def _median_ms(call: Callable[[], object], device: torch.device) -> float:
-    synchronize, times = synchronizer(device), []
-    for _ in range(_RUNS[device.type]):
-        synchronize()
-        started = time.perf_counter()
-        call()
-        synchronize()
-        times.append((time.perf_counter() - started) * 1e3)
-    return median(times)
 
 
 def _encode_entries(

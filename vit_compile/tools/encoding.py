@@ -30,7 +30,8 @@ half precisions themselves cost a DINOv2-S (eager against float32: 3.2e-2 and 4.
 float32 sums were seen to give."""
 
 _SMALLEST_SHARE_OF_MEAN_NORM = 1e-2
-_REPEATS = {"cpu": 3, "cuda": 9}
+REPEATS = {"cpu": 3, "cuda": 9}
+"""Timed calls by device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +142,12 @@ def encode_picture(picture: Picture, model: VisionModel, compiled: Encode, eager
     difference = compare(tokens, reference).worse(compare(pooled, reference_pooled))
 
     times = []
-    for _ in range(_REPEATS[model.device.type]):
+    for _ in range(REPEATS[model.device.type]):
         served = calls_served()
         (tokens, pooled), ms = _timed(compiled, pixel_values)
         times.append(ms)
         difference = difference.worse(compare(tokens, reference)).worse(compare(pooled, reference_pooled))
-    eager_times = [_timed(eager, pixel_values)[1] for _ in range(_REPEATS[model.device.type])]
+    eager_times = [_timed(eager, pixel_values)[1] for _ in range(REPEATS[model.device.type])]
     return ImageResult(
         picture=picture,
         tokens=tokens.shape[1],
@@ -186,7 +187,7 @@ def full_float32() -> Iterator[None]:
 
 
 def _timed(encode: Encode, pixel_values: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], float]:
-    synchronize = synchronizer(pixel_values.device)
+    synchronize = _synchronizer(pixel_values.device)
     synchronize()
     started = time.perf_counter()
     output = encode(pixel_values)
@@ -194,8 +195,7 @@ def _timed(encode: Encode, pixel_values: torch.Tensor) -> tuple[tuple[torch.Tens
     return output, (time.perf_counter() - started) * 1e3
 
 
-def synchronizer(device: torch.device) -> Callable[[], None]:
-    """What waits for a device."""
+def _synchronizer(device: torch.device) -> Callable[[], None]:
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
 
 
