@@ -9,11 +9,14 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from vit_compile.models.accelerate import AcceleratedModel, accelerate
+from vit_compile.runtime.graphs import EncoderGraph
+from vit_compile.runtime.manager import EncoderCudaGraphManager
 
 TOLERANCE = 1e-5
 """Of features in float32, for towers whose features are about 1."""
@@ -80,3 +83,67 @@ def served(handle: AcceleratedModel) -> tuple[int, dict[str, int], dict[str, int
     """Hits, misses by reason, and calls that the model's own code answered."""
     stats = handle.stats()
     return stats["graph_hits"], stats["miss_reasons"], stats["own_calls"]
+
+
+def counts(made: EncoderCudaGraphManager) -> tuple[int, dict[str, int]]:
+    """Hits, and misses by reason."""
+    snapshot = made.snapshot()
+    return snapshot["graph_hits"], snapshot["miss_reasons"]
+
+
+@contextmanager
+def runs(made: EncoderCudaGraphManager) -> Iterator[list[tuple[str, str]]]:
+    """Notes ("replay" or "eager", path) of everything that runs."""
+    noted: list[tuple[str, str]] = []
+    replay, eager = EncoderGraph.replay, made.model.encoder_eager_forward
+
+    def noted_replay(self: EncoderGraph) -> torch.Tensor:
+        noted.append(("replay", self.key.path))
+        return replay(self)
+
+    def noted_eager(mm_kwargs: Mapping[str, Any], path: str) -> torch.Tensor:
+        noted.append(("eager", path))
+        return eager(mm_kwargs, path)
+
+    with (
+        mock.patch.object(EncoderGraph, "replay", noted_replay),
+        mock.patch.object(made.model, "encoder_eager_forward", noted_eager),
+    ):
+        yield noted
+
+
+# --- negative controls -----------------------------------------------------------------------------------------------
+
+Spoil = Callable[[dict[str, Any]], dict[str, Any]]
+"""Values of a forward -> other values for some of them."""
+
+
+class SpoiledMetadata:
+    """Before a table's class: some of the metadata is replaced just before the forward."""
+
+    spoil: Spoil
+
+    def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
+        return super().forward(path, {**values, **self.spoil(dict(values))})  # type: ignore[misc,no-any-return]
+
+
+def one_segment(values: dict[str, Any]) -> dict[str, Any]:
+    """All rows attend to each other."""
+    boundaries = values["cu_seqlens"].clone()
+    boundaries[1:] = boundaries[-1]
+    return {"cu_seqlens": boundaries}
+
+
+def no_positions(values: dict[str, Any]) -> dict[str, Any]:
+    """Every patch is in the corner."""
+    return {"position_ids": torch.zeros_like(values["position_ids"])}
+
+
+def raster_order(values: dict[str, Any]) -> dict[str, Any]:
+    """Neighbours in a row are merged."""
+    return {"merge_index": torch.arange(len(values["merge_index"]))}
+
+
+def as_it_is(values: dict[str, Any]) -> dict[str, Any]:
+    """The control of the controls."""
+    return {}

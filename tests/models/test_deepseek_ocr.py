@@ -9,8 +9,7 @@ import copy
 import functools
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -21,13 +20,13 @@ from torch import nn
 
 from tests.models import parity
 from tests.models.host_tensors import HostTensors
+from tests.models.parity import counts, runs
 from tests.models.reference import deepseek_ocr as published
 from vit_compile.errors import InputError, ModelError
 from vit_compile.models import deepseek_ocr
 from vit_compile.models.accelerate import accelerate, encoder_for
 from vit_compile.models.deepseek_ocr import RelativePositions
 from vit_compile.models.two_views import GLOBAL, LOCAL, TwoViewTable
-from vit_compile.runtime.graphs import EncoderGraph
 from vit_compile.runtime.manager import EncoderCudaGraphManager
 from vit_compile.runtime.weights import modules_of
 from vit_compile.stats import counters
@@ -185,12 +184,6 @@ def served(name: str) -> EncoderCudaGraphManager:
     return made
 
 
-def counts(made: EncoderCudaGraphManager) -> tuple[int, dict[str, int]]:
-    """Hits and misses by reason, of views and tiles."""
-    snapshot = made.snapshot()
-    return snapshot["graph_hits"], snapshot["miss_reasons"]
-
-
 # --- whole images ----------------------------------------------------------------------------------------------------
 
 
@@ -319,27 +312,6 @@ def test_newlines_and_separators_show(parameter: str) -> None:
 # --- graphs and no graphs --------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def runs(made: EncoderCudaGraphManager) -> Iterator[list[tuple[str, str]]]:
-    """Notes ("replay" or "eager", path) of everything that runs."""
-    noted: list[tuple[str, str]] = []
-    replay, eager = EncoderGraph.replay, made.model.encoder_eager_forward
-
-    def noted_replay(self: EncoderGraph) -> torch.Tensor:
-        noted.append(("replay", self.key.path))
-        return replay(self)
-
-    def noted_eager(mm_kwargs: Mapping[str, Any], path: str) -> torch.Tensor:
-        noted.append(("eager", path))
-        return eager(mm_kwargs, path)
-
-    with (
-        mock.patch.object(EncoderGraph, "replay", noted_replay),
-        mock.patch.object(made.model, "encoder_eager_forward", noted_eager),
-    ):
-        yield noted
-
-
 @pytest.mark.parametrize("failing", [(), (GLOBAL,), (LOCAL,), (GLOBAL, LOCAL)])
 @pytest.mark.parametrize("crops", [TWO_OF_EACH, [(1, 1), (1, 1)]], ids=["tiles", "no tiles"])
 def test_found_and_not_found(failing: tuple[str, ...], crops: Crops) -> None:
@@ -351,12 +323,9 @@ def test_found_and_not_found(failing: tuple[str, ...], crops: Crops) -> None:
             raise RuntimeError(f"no capture of {path}")
         return real(self, path, values)
 
-    if failing:
-        made = manager("published", verify=False)
-        with mock.patch.object(TwoViewTable, "forward", failing_forward):
-            made.capture()
-    else:
-        made = served("published")
+    made = manager("published", verify=False)  # or first batches are compared with eager runs
+    with mock.patch.object(TwoViewTable, "forward", failing_forward):
+        made.capture()
     request = family.request(crops)
     with runs(made) as noted:
         got = made.execute(request)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.models import parity
+from tests.models.parity import no_positions, one_segment
 from tests.runtime.toys import captured
 from vit_compile.errors import GridError, InputError, ModelError
 from vit_compile.models.accelerate import encoder_for
@@ -313,18 +314,6 @@ def test_padding_is_never_read() -> None:
 
 
 # --- the comparisons can fail ----------------------------------------------------------------------------------------
-
-
-def one_segment(values: dict[str, Any]) -> dict[str, Any]:
-    """All rows attend to each other."""
-    boundaries = values["cu_seqlens"].clone()
-    boundaries[1:] = boundaries[-1]
-    return {"cu_seqlens": boundaries}
-
-
-def no_positions(values: dict[str, Any]) -> dict[str, Any]:
-    """Every patch is in the corner."""
-    return {"position_ids": torch.zeros_like(values["position_ids"])}
 
 
 def swapped_positions(values: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.models import parity
-from tests.models.parity import CLEARLY_WRONG, TOLERANCE, random
+from tests.models.parity import CLEARLY_WRONG, TOLERANCE, SpoiledMetadata, one_segment, random
 from tests.models.reference import kimi_vl as published
 from tests.runtime.toys import captured, largest_difference
 from vit_compile.backend.roles import Role
 from vit_compile.errors import GridError, InputError, ModelError, OptionError
-from vit_compile.models import kimi
+from vit_compile.models import kimi, moonvit
+from vit_compile.models import kimi_vl as vl_adapter
 from vit_compile.models.accelerate import AcceleratedModel, accelerate, encoder_for
 from vit_compile.models.hf_attention import ATTENTION_NAME, AttentionSwitch
 from vit_compile.models.registry import architecture_of
@@ -489,7 +490,7 @@ def test_vl_weights_changed_in_place_count() -> None:
 def test_taps_are_those_of_interpolation(source: int, target: int, mode: str) -> None:
     """Along one axis, larger and smaller: a weighted sum of four positions is what `interpolate` makes of the table."""
     table = random(source, 3)
-    indices, weights = kimi._axis_taps(source, target, mode)
+    indices, weights = vl_adapter._axis_taps(source, target, mode)
     want = F.interpolate(table.T[None, :, :, None], size=(target, 1), mode=mode)[0, :, :, 0].T
     assert float(((table[indices] * weights[..., None]).sum(1) - want).abs().max()) <= 1e-6
 
@@ -530,29 +531,12 @@ def test_vl_other_structures_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- both ------------------------------------------------------------------------------------------------------------
 
 
-class SpoiledK25(kimi.KimiK25Table):
+class SpoiledK25(SpoiledMetadata, kimi.KimiK25Table):
     """Some of the metadata is replaced just before the forward."""
 
-    spoil: Spoil
 
-    def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
-        return super().forward(path, {**values, **self.spoil(dict(values))})
-
-
-class SpoiledVL(kimi.KimiVLTable):
+class SpoiledVL(SpoiledMetadata, vl_adapter.KimiVLTable):
     """The same."""
-
-    spoil: Spoil
-
-    def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
-        return super().forward(path, {**values, **self.spoil(dict(values))})
-
-
-def one_segment(values: dict[str, Any]) -> dict[str, Any]:
-    """All rows attend to each other."""
-    boundaries = values["cu_seqlens"].clone()
-    boundaries[1:] = boundaries[-1]
-    return {"cu_seqlens": boundaries}
 
 
 def frames_apart(values: dict[str, Any]) -> dict[str, Any]:
@@ -602,7 +586,7 @@ def k25_spoiled(spoil: Spoil) -> float:
 def vl_spoiled(spoil: Spoil) -> float:
     """The same for three images."""
     model, grids = copy.deepcopy(kimi_vl()), IMAGES["three sizes"]
-    kimi.BlockAttentionSwitch(model.vision_tower)
+    vl_adapter.BlockAttentionSwitch(model.vision_tower)
     table = SpoiledVL(model.vision_tower, projector=model.multi_modal_projector, segment_capacities=())
     table.spoil = spoil
     made = captured(table, token_budgets=(48,), packing="greedy", verify=False)
@@ -649,11 +633,11 @@ def k25_table() -> kimi.KimiK25Table:
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 48, 300, 4096])
 def test_examples_for_trials(tokens: int) -> None:
     """Legal images of at most so many tokens and nearly as many, no side longer than there are positions for."""
-    for t, h, w in (k25_table().example_key(tokens), kimi._side_limited_example(tokens, 2, 512)):  # type: ignore[misc]
+    for t, h, w in (k25_table().example_key(tokens), moonvit.side_limited_example(tokens, 2, 512)):  # type: ignore[misc]
         assert t == 1
         assert h % 2 == w % 2 == 0
         assert 0.6 * tokens <= h * w // 4 <= tokens
-    _, h, w = kimi._side_limited_example(tokens, 2, 8)
+    _, h, w = moonvit.side_limited_example(tokens, 2, 8)
     assert max(h, w) <= 8
 
 

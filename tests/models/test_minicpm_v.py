@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from tests.models import parity
-from tests.models.parity import CLEARLY_WRONG, TOLERANCE, random
+from tests.models.parity import CLEARLY_WRONG, TOLERANCE, SpoiledMetadata, one_segment, random
 from tests.runtime.toys import captured, largest_difference
 from vit_compile.backend.roles import Role
 from vit_compile.errors import GridError, ModelError
@@ -295,20 +295,8 @@ def test_weights_changed_in_place_count() -> None:
 # --- the comparisons can fail ----------------------------------------------------------------------------------------
 
 
-class Spoiled(minicpm_v.MiniCPMVTable):
+class Spoiled(SpoiledMetadata, minicpm_v.MiniCPMVTable):
     """Some of the metadata is replaced just before the forward."""
-
-    spoil: Spoil
-
-    def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
-        return super().forward(path, {**values, **self.spoil(dict(values))})
-
-
-def one_segment(values: dict[str, Any]) -> dict[str, Any]:
-    """All rows attend to each other."""
-    boundaries = values["cu_seqlens"].clone()
-    boundaries[1:] = boundaries[-1]
-    return {"cu_seqlens": boundaries}
 
 
 def replaced(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.models import parity
-from tests.models.parity import CLEARLY_WRONG, TOLERANCE
+from tests.models.parity import CLEARLY_WRONG, TOLERANCE, one_segment
 from vit_compile.errors import GridError, InputError, ModelError
 from vit_compile.models.accelerate import AcceleratedModel, accelerate, encoder_for
 from vit_compile.models.dense_positions import PositionTaps, mixed_positions
@@ -469,13 +469,6 @@ def test_rotary_positions_do_not_jitter() -> None:
 
 
 # --- the comparisons can fail ----------------------------------------------------------------------------------------
-
-
-def one_segment(values: dict[str, Any]) -> dict[str, Any]:
-    """All rows attend to each other."""
-    boundaries = values["cu_seqlens"].clone()
-    boundaries[1:] = boundaries[-1]
-    return {"cu_seqlens": boundaries}
 
 
 def later_boundaries(values: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import towers
-from tests.models.parity import accelerated, difference, eager_copy
+from tests.models.parity import SpoiledMetadata, accelerated, counts, difference, eager_copy, no_positions, one_segment
 from tests.models.parity import served as counted
 from tests.runtime.toys import captured, largest_difference, manager
 from vit_compile.backend.roles import Role
@@ -119,12 +119,6 @@ def table_of(build: Builder, kind: type[PackedGridTable] = PackedGridTable, **op
 def served(build: Builder) -> EncoderCudaGraphManager:
     """A captured manager, the same for all tests: what one leaves in its buffers is there for the next."""
     return captured(table_of(build), token_budgets=BUDGETS, packing="greedy")
-
-
-def counts(made: EncoderCudaGraphManager) -> tuple[int, dict[str, int]]:
-    """Hits, and misses by reason."""
-    snapshot = made.snapshot()
-    return snapshot["graph_hits"], snapshot["miss_reasons"]
 
 
 # --- parity ----------------------------------------------------------------------------------------------------------
@@ -257,25 +251,8 @@ def test_window_capacity_covers_every_grid() -> None:
 # --- the comparisons can fail ----------------------------------------------------------------------------------------
 
 
-class Spoiled(PackedGridTable):
+class Spoiled(SpoiledMetadata, PackedGridTable):
     """Some of the metadata is replaced just before the forward."""
-
-    spoil: Callable[[dict[str, Any]], dict[str, Any]]
-
-    def forward(self, path: str, values: Any) -> torch.Tensor:
-        return super().forward(path, {**values, **self.spoil(dict(values))})
-
-
-def one_segment(values: dict[str, Any]) -> dict[str, Any]:
-    """All rows attend to each other."""
-    boundaries = values["cu_seqlens"].clone()
-    boundaries[1:] = boundaries[-1]
-    return {"cu_seqlens": boundaries}
-
-
-def no_positions(values: dict[str, Any]) -> dict[str, Any]:
-    """Every patch is in the corner."""
-    return {"position_ids": torch.zeros_like(values["position_ids"])}
 
 
 def identity_order(values: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.models import parity
+from tests.models.parity import as_it_is, no_positions, one_segment, raster_order
 from vit_compile.errors import GridError, InputError, OptionError
 from vit_compile.models import paddleocr_vl
 from vit_compile.models.accelerate import AcceleratedModel, encoder_for
@@ -288,31 +289,9 @@ def test_an_encoder_gives_what_the_language_model_gets() -> None:
 # --- the comparisons can fail ----------------------------------------------------------------------------------------
 
 
-def one_segment(values: dict[str, Any]) -> dict[str, Any]:
-    """All rows attend to each other."""
-    boundaries = values["cu_seqlens"].clone()
-    boundaries[1:] = boundaries[-1]
-    return {"cu_seqlens": boundaries}
-
-
-def no_positions(values: dict[str, Any]) -> dict[str, Any]:
-    """Every patch is in the corner for the rotary positions."""
-    return {"position_ids": torch.zeros_like(values["position_ids"])}
-
-
 def other_taps(values: dict[str, Any]) -> dict[str, Any]:
     """Learned positions with the weights of other corners."""
     return {"interp_weights": values["interp_weights"].flip(1)}
-
-
-def raster_order(values: dict[str, Any]) -> dict[str, Any]:
-    """Four neighbours in a row are merged."""
-    return {"merge_index": torch.arange(len(values["merge_index"]))}
-
-
-def as_it_is(values: dict[str, Any]) -> dict[str, Any]:
-    """The control of the controls."""
-    return {}
 
 
 @pytest.mark.parametrize(

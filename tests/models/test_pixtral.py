@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.models import parity
+from tests.models.parity import as_it_is, no_positions, one_segment, raster_order
 from vit_compile.errors import GridError, InputError, ModelError, OptionError
 from vit_compile.models import pixtral
 from vit_compile.models.accelerate import AcceleratedModel, encoder_for
@@ -408,31 +409,9 @@ def test_the_default_range_is_one_image_of_full_size() -> None:
 # --- the comparisons can fail ----------------------------------------------------------------------------------------
 
 
-def one_segment(values: dict[str, Any]) -> dict[str, Any]:
-    """All rows attend to each other."""
-    boundaries = values["cu_seqlens"].clone()
-    boundaries[1:] = boundaries[-1]
-    return {"cu_seqlens": boundaries}
-
-
-def no_positions(values: dict[str, Any]) -> dict[str, Any]:
-    """Every patch is in the corner."""
-    return {"position_ids": torch.zeros_like(values["position_ids"])}
-
-
 def transposed(values: dict[str, Any]) -> dict[str, Any]:
     """Rows are columns."""
     return {"position_ids": values["position_ids"].flip(1)}
-
-
-def raster_order(values: dict[str, Any]) -> dict[str, Any]:
-    """Four neighbours in a row are merged."""
-    return {"merge_index": torch.arange(len(values["merge_index"]))}
-
-
-def as_it_is(values: dict[str, Any]) -> dict[str, Any]:
-    """The control of the controls."""
-    return {}
 
 
 def spoiled_difference(build: Builder) -> float:
