@@ -25,7 +25,7 @@ test: lint
 FLOOR := .venv-floor
 
 test-matrix: test $(FLOOR)/.installed
-	$(BIN)/python -m pytest tests/models -n auto --maxprocesses 4 -m slow
+	$(BIN)/python -m pytest tests -n auto --maxprocesses 4 -m slow
 	$(FLOOR)/bin/python -m pytest tests/models tests/attention tests/runtime -n auto --maxprocesses 4
 
 lint: $(INSTALLED)

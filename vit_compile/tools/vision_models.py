@@ -215,7 +215,7 @@ def _probe(
     """Runs the tower on a tiny image to learn its pooling and whether it takes other sizes than its own."""
     interpolate = "interpolate_pos_encoding" in inspect.signature(tower.forward).parameters
     encoder = VisionEncoder(tower, pooling="cls", interpolate=interpolate)
-    tiny = PatchGrid(2, 3, patch_side)
+    tiny = PatchGrid(4, 6, patch_side)  # enough patches that two random masks of them never coincide
     fixed_grid: PatchGrid | None = None
     try:
         first = _tower_output(encoder, tiny, device, dtype)
