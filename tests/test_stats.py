@@ -48,12 +48,17 @@ def test_snapshot_is_a_copy_of_everything() -> None:
     counters = Counters()
     counters.add("pieces", 4)
     counters.add_skip("rng")
+    counters.add_sites("fold", 2)
+    counters.add_sites("fold", 3)
     snapshot = counters.snapshot()
-    assert set(snapshot) == {*COUNTS, "skips"}
+    assert set(snapshot) == {*COUNTS, "skips", "pass_sites"}
     assert snapshot["pieces"] == 4
     assert snapshot["skips"] == {"rng": 1}
+    assert snapshot["pass_sites"] == counters.pass_sites == {"fold": 5}
     counters.add("pieces")
+    counters.add_sites("fold", 1)
     assert snapshot["pieces"] == 4
+    assert snapshot["pass_sites"] == {"fold": 5}
 
 
 def test_reset() -> None:
@@ -61,8 +66,10 @@ def test_reset() -> None:
     counters = Counters()
     counters.add("pieces")
     counters.add_skip("rng")
+    counters.add_sites("fold", 1)
     counters.reset()
     assert counters.pieces == 0
+    assert counters.pass_sites == {}
     assert counters.skips == {}
 
 

@@ -22,7 +22,7 @@ PADDINGS = ("auto", "exact")
 COMPILERS = ("inductor", "aot_eager", "eager")
 OUTPUTS = ("copy", "borrow")
 CHECKS = ("host", "full", "padded")
-PASS_NAMES = ("patch_embedding_gemm",)
+PASS_NAMES = ("patch_embedding_gemm", "activation_epilogue")
 DEFAULT_MAX_GRAPHS = 32
 
 _CHOICES = {"mode": MODES, "padding": PADDINGS, "compiler": COMPILERS, "outputs": OUTPUTS, "checks": CHECKS}

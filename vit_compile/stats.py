@@ -109,6 +109,7 @@ class Counters:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._skips: Counter[str] = Counter()
+        self._sites: Counter[str] = Counter()
 
     def add(self, name: str, amount: int = 1) -> None:
         """Count `amount` events of one of `COUNTS`."""
@@ -120,6 +121,11 @@ class Counters:
         """Count one skip."""
         with self._lock:
             self._skips[code] += 1
+
+    def add_sites(self, name: str, amount: int) -> None:
+        """Count sites that the graph pass `name` rewrote."""
+        with self._lock:
+            self._sites[name] += amount
 
     def __getattr__(self, name: str) -> int:
         if name in COUNTS:
@@ -133,11 +139,18 @@ class Counters:
         with self._lock:
             return {code: count for code, count in self._skips.items() if count}
 
+    @property
+    def pass_sites(self) -> dict[str, int]:
+        """Sites that each graph pass rewrote, by its name, also where there were none; a copy."""
+        with self._lock:
+            return dict(self._sites)
+
     def snapshot(self) -> dict[str, int | dict[str, int]]:
-        """All counts by name, and the skips by code under "skips"; a copy."""
+        """All counts by name, the skips by code under "skips", rewritten sites under "pass_sites"; a copy."""
         with self._lock:
             counts: dict[str, int | dict[str, int]] = {name: self._counts[name] for name in COUNTS}
             counts["skips"] = {code: count for code, count in self._skips.items() if count}
+            counts["pass_sites"] = dict(self._sites)
             return counts
 
     def reset(self) -> None:
@@ -145,6 +158,7 @@ class Counters:
         with self._lock:
             self._counts.clear()
             self._skips.clear()
+            self._sites.clear()
 
     @contextmanager
     def expect(self, *, skips: dict[str, int] | None = None, **deltas: int) -> Iterator[None]:

@@ -13,8 +13,10 @@ from typing import Protocol
 
 from torch import fx
 
+from vit_compile.backend.passes.activation_epilogue import ActivationEpilogue
 from vit_compile.backend.passes.patch_embedding import PatchEmbeddingGemm
 from vit_compile.options import PASS_NAMES
+from vit_compile.stats import counters
 
 
 class GraphPass(Protocol):
@@ -36,7 +38,7 @@ class PassReport:
     milliseconds: float
 
 
-PASSES: dict[str, GraphPass] = {"patch_embedding_gemm": PatchEmbeddingGemm()}
+PASSES: dict[str, GraphPass] = {each.name: each for each in (PatchEmbeddingGemm(), ActivationEpilogue())}
 assert tuple(PASSES) == PASS_NAMES, "options.PASS_NAMES lists the passes"
 
 
@@ -44,6 +46,7 @@ def run_pass(gm: fx.GraphModule, name: str) -> PassReport:
     """Run one pass and leave the graph recompiled and lint clean."""
     started = time.perf_counter()
     sites = PASSES[name](gm)
+    counters.add_sites(name, sites)
     if sites:
         gm.graph.lint()
         gm.recompile()

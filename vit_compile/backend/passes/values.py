@@ -22,7 +22,7 @@ def refresh_downstream(graph: fx.Graph, start: fx.Node, mode: compat.FakeTensorM
         if isinstance(node.target, compat.HigherOrderOperator):
             continue
         before, after = node.meta.get("example_value"), _run(node, mode)
-        if _layout(before) != _layout(after):
+        if layout(before) != layout(after):
             changed.add(node)
         node.meta["example_value"] = after
 
@@ -37,7 +37,8 @@ def _run(node: fx.Node, mode: compat.FakeTensorMode) -> Any:
         return node.target(*args, **kwargs)
 
 
-def _layout(value: Any) -> Any:
+def layout(value: Any) -> Any:
+    """Shapes, strides and dtypes of a value, for comparison."""
     if isinstance(value, torch.Tensor):
         return (str(tuple(value.shape)), str(value.stride()), value.dtype)
-    return [_layout(item) for item in value] if isinstance(value, tuple | list) else str(value)
+    return [layout(item) for item in value] if isinstance(value, tuple | list) else str(value)
