@@ -52,6 +52,7 @@ def test_every_option_is_taken() -> None:
         "outputs": "borrow",
         "debug_dir": "dumps",
         "checks": "full",
+        "attention": "fa4",
         "strict": True,
     }
     assert sorted(given_options) == sorted(FIELDS)

@@ -49,6 +49,7 @@ __all__ = [
     "float_symbols",
     "guard_expressions",
     "is_static_input",
+    "linear_epilogue",
     "make_floats_constant",
     "mark_dynamic",
     "noting_generated_files",
@@ -230,6 +231,14 @@ def compile_inductor_piece(gm: fx.GraphModule, args: Sequence[Any], *, static: b
                 raise
             with inductor_config.patch(force_disable_caches=True):
                 return torch._inductor.standalone_compile(gm, list(args), dynamic_shapes=shapes)  # type: ignore[arg-type]
+
+
+def linear_epilogue(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+    """GELU in its tanh form, or ReLU, of x weight^T + bias, in one matrix product on CUDA (`torch._addmm_activation`).
+
+    x [T, I], weight [O, I], bias [O]; a new [T, O]. On a CPU torch computes the exact GELU instead.
+    """
+    return torch._addmm_activation(bias, x, weight.t(), use_gelu=gelu)
 
 
 def compile_plain(gm: fx.GraphModule, example_inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:

@@ -24,8 +24,30 @@ OUTPUTS = ("copy", "borrow")
 CHECKS = ("host", "full", "padded")
 PASS_NAMES = ("patch_embedding_gemm", "activation_epilogue")
 DEFAULT_MAX_GRAPHS = 32
+ATTENTION_AUTO, ATTENTION_DEFAULT = "auto", "default"
+ATTENTION_KERNELS = (
+    ATTENTION_AUTO,
+    ATTENTION_DEFAULT,
+    "flash",
+    "efficient",
+    "dense",
+    "active-flash",
+    "fa4",
+    "fa3",
+    "fa2",
+    "sdpa-flash",
+    "sdpa-cudnn",
+    "sdpa-efficient",
+)
 
-_CHOICES = {"mode": MODES, "padding": PADDINGS, "compiler": COMPILERS, "outputs": OUTPUTS, "checks": CHECKS}
+_CHOICES = {
+    "mode": MODES,
+    "padding": PADDINGS,
+    "compiler": COMPILERS,
+    "outputs": OUTPUTS,
+    "checks": CHECKS,
+    "attention": ATTENTION_KERNELS,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +82,10 @@ class BackendOptions:
 
     passes: tuple[str, ...] | None = None
     """Graph passes to run, by name, in this order. None: all of them; (): none."""
+
+    attention: str = ATTENTION_AUTO
+    """Kernel of the attention calls in graphs of mode "full". "auto": the fastest, timed at capture for every size; "default":
+    the one that calls without a graph take; else a kernel's name. Without effect on a CPU."""
 
     max_graphs: int = DEFAULT_MAX_GRAPHS
     """Most capture sizes held by one encoder; in piecewise mode one capture size is one chain of graphs."""

@@ -25,6 +25,7 @@ SKIP_CODES: dict[str, str] = {
     "input-mutation": "the graph writes into one of its inputs, which a replay on its own buffers would lose",
     "input-layout": "an input overlaps itself in memory (an expanded tensor), so that no buffer can stand in for it",
     "unsupported-value": "a value other than a tensor or an integer crosses between pieces",
+    "attention-kernel": "the attention kernel that was asked for cannot serve a graph, which takes the default one",
     "attention-forbids-full": "an attention op plans on the host, so that it cannot be part of one captured graph",
     "splitting-op-unmatched": "a name in splitting_ops matches nothing in the graph",
     "too-large": "the input has more rows or tokens than the largest capture size",

@@ -310,9 +310,9 @@ def test_kernels_get_loads_they_can_vectorise() -> None:
     """Aligned views pass as they are; an odd head dim is padded, and a misaligned or scattered view is copied."""
     packed = torch.randn(10, 3, 2, 16)
     view = packed[:, 1]
-    assert kernels._ready(view) is view
+    assert kernels.ready(view) is view
     for x, dim in ((packed[:, 0, :, 1:9], 8), (packed[..., 0, :].transpose(1, 2), 4), (packed[:, 0, :, :13], 16)):
-        ready = kernels._ready(x)
+        ready = kernels.ready(x)
         assert ready.shape[2] == dim
         assert ready.is_contiguous()
         assert ready.data_ptr() % kernels.VECTOR_BYTES == 0

@@ -47,6 +47,8 @@ def test_the_defaults() -> None:
         "look_ahead": False,
         "mode": "compiled",
         "compiler": "inductor",
+        "attention": "auto",
+        "isolate": True,
         "enabled": True,
         "max_graphs": 64,
         "max_graph_bytes": None,
@@ -69,6 +71,8 @@ def test_every_option_is_taken() -> None:
         "look_ahead": True,
         "mode": "compiled",
         "compiler": "aot_eager",
+        "attention": "fa4",
+        "isolate": False,
         "enabled": False,
         "max_graphs": 4,
         "max_graph_bytes": 2**30,
@@ -265,7 +269,7 @@ def test_every_option_is_documented() -> None:
 def test_words_mean_the_same_as_the_backends() -> None:
     """Options that the backend has too take the same values and have the same defaults, but for the number of graphs."""
     shared = {field.name for field in dataclasses.fields(BackendOptions)} & set(FIELDS)
-    assert shared == {"mode", "token_budgets", "compiler", "max_graphs", "max_graph_bytes", "outputs", "strict"}
+    assert shared == {"mode", "token_budgets", "compiler", "max_graphs", "max_graph_bytes", "outputs", "strict", "attention"}
     for name in shared - {"mode", "max_graphs"}:
         assert getattr(EncoderConfig(), name) == getattr(BackendOptions(), name), name
 

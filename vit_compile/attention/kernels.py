@@ -7,7 +7,8 @@
 | dense     | everything else (float64, old GPUs); O(T^2) memory    | never (by construction)              |
 
 "Another flash": `torch.nn.attention.activate_flash_attention_impl` replaces the operation that `flash` calls, and at
-least one replacement (flash-attn-4) lets a NaN cross segments. The replacement is therefore not used here.
+least one replacement (flash-attn-4) lets a NaN cross segments. The replacement is therefore not used here. Inside of an
+encoder's graphs another kernel may have been chosen (`choice.py`), the replacement among them.
 
 Shapes: T rows, H heads, D head dim, S segments.
 """
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import current_flash_attention_impl
 
+from vit_compile.attention.fence import Varlen, segments_of_rows, without_nan
 from vit_compile.attention.tail import zero_tail_
 
 FLASH_MAX_HEAD_DIM = 256
@@ -28,7 +30,14 @@ VECTOR_BYTES = 16  # both kernels load vectors of this width
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    *,
+    run: Varlen | None = None,
 ) -> torch.Tensor:
     """Attention of each segment within itself, on the current CUDA stream; may be captured in a CUDA graph.
 
@@ -38,13 +47,16 @@ def forward(
             synchronise.
         max_seqlen: at least the longest segment, used as it is. Rows beyond it would be left out.
         scale: factor on the scores.
+        run: the kernel, such as `flash`; rows past the last boundary may be anything. None: `choose` names one.
 
     Returns:
         A new contiguous [T,H,D]; rows past the last boundary are zero.
     """
     if q.numel() == 0 or max_seqlen <= 0 or cu_seqlens.shape[0] < 2:
         return q.new_zeros(q.shape)
-    kernel = choose(q.dtype, q.shape[2], _capability(q.device.index), flash_usable=_flash_usable())
+    if run is not None:
+        return zero_tail_(run(q, k, v, cu_seqlens, max_seqlen, scale), cu_seqlens)
+    kernel = choose(q.dtype, q.shape[2], _capability(q.device.index), flash_usable=flash_usable())
     if kernel == "dense":
         return dense(q, k, v, cu_seqlens, scale)
     run = flash if kernel == "flash" else efficient
@@ -72,7 +84,7 @@ def flash(
 ) -> torch.Tensor:
     """FlashAttention-2 as torch carries it; contiguous [T,H,D]; rows past the last boundary are unwritten."""
     head_dim = q.shape[2]
-    q, k, v = _ready(q), _ready(k), _ready(v)
+    q, k, v = ready(q), ready(k), ready(v)
     out = torch.ops.aten._flash_attention_forward(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, False, False, scale=scale
     )[0]
@@ -84,7 +96,7 @@ def efficient(
 ) -> torch.Tensor:
     """Memory-efficient attention as torch carries it; contiguous [T,H,D]; rows past the last boundary are unwritten."""
     head_dim = q.shape[2]
-    q, k, v = (_ready(x)[None] for x in (q, k, v))
+    q, k, v = (ready(x)[None] for x in (q, k, v))
     no_mask = 0
     out = torch.ops.aten._efficient_attention_forward(
         q, k, v, None, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, no_mask, False, scale=scale
@@ -98,20 +110,16 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.T
     A mask does not stop a NaN (0 * NaN is NaN). Values that are not finite are therefore taken out before, and every
     row of a segment that had one is NaN afterwards.
     """
-    rows = torch.arange(q.shape[0], device=q.device, dtype=torch.int32)
-    segment = torch.searchsorted(cu_seqlens, rows, right=True)  # 1..S inside, S+1 past the last boundary
-    finite = [torch.isfinite(x) for x in (q, k, v)]
-    broken_rows = ~torch.stack([x.flatten(1).all(1) for x in finite]).all(0)
-    broken_segments = torch.zeros(cu_seqlens.shape[0] + 1, device=q.device)
-    broken_segments.scatter_reduce_(0, segment, broken_rows.to(broken_segments.dtype), "amax")
-    q_HTD, k_HTD, v_HTD = (x.where(ok, 0).transpose(0, 1) for x, ok in zip((q, k, v), finite, strict=True))
+    segment = segments_of_rows(cu_seqlens, q.shape[0])  # 1..S inside, S+1 past the last boundary
+    *clean, broken = without_nan(q, k, v, cu_seqlens)
+    q_HTD, k_HTD, v_HTD = (x.transpose(0, 1) for x in clean)
     same_segment = segment[:, None] == segment[None, :]
     out = F.scaled_dot_product_attention(q_HTD[None], k_HTD[None], v_HTD[None], attn_mask=same_segment, scale=scale)
-    out = out[0].transpose(0, 1).masked_fill((broken_segments[segment] > 0)[:, None, None], float("nan"))
-    return out.masked_fill((rows >= cu_seqlens[-1])[:, None, None], 0).contiguous()
+    out = out[0].transpose(0, 1).masked_fill(broken[:, None, None], float("nan"))
+    return out.masked_fill((segment > cu_seqlens.shape[0] - 1)[:, None, None], 0).contiguous()
 
 
-def _ready(x: torch.Tensor) -> torch.Tensor:
+def ready(x: torch.Tensor) -> torch.Tensor:
     """`x` itself where a kernel can load it in whole vectors (also strided), else an aligned copy, padded with zeros."""
     vector = VECTOR_BYTES // x.element_size()
     if x.shape[2] % vector:
@@ -127,7 +135,8 @@ def _unpad(out: torch.Tensor, head_dim: int) -> torch.Tensor:
     return (out if out.shape[2] == head_dim else out[..., :head_dim]).contiguous()
 
 
-def _flash_usable() -> bool:
+def flash_usable() -> bool:
+    """Was torch built with FlashAttention-2, and does nothing replace it?"""
     return _flash_built() and current_flash_attention_impl() in (None, "FA2")
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.library import register_autograd, register_fake
 
-from vit_compile.attention import kernels, reference
+from vit_compile.attention import choice, kernels, reference
 from vit_compile.errors import InputMismatchError
 
 NAME = "vit_compile::varlen_attention"
@@ -92,7 +92,7 @@ def _forward_cuda(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
 ) -> torch.Tensor:
     _check(q, k, v, cu_seqlens)
-    return kernels.forward(q, k, v, cu_seqlens, max_seqlen, scale)
+    return kernels.forward(q, k, v, cu_seqlens, max_seqlen, scale, run=choice.varlen_kernel(q, cu_seqlens, max_seqlen))
 
 
 def _forward_fake(

@@ -101,7 +101,8 @@ class FullCapture(Capture):
         if self.recorder is None:
             self._run(substituted)
             return
-        with self.recorder.session():
+        self.recorder.choose_kernels(lambda: self._run(substituted))
+        with self.recorder.session(), self.recorder.kernels.active():
             for _ in range(WARMUP_RUNS):
                 self._run(substituted)
             before = reserved_bytes(self.recorder.device)

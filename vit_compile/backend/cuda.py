@@ -17,9 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from vit_compile.attention.choice import KernelChoices
 from vit_compile.errors import CaptureError
+from vit_compile.options import ATTENTION_DEFAULT
 
 T = TypeVar("T")
+TIMED_CALLS = 8
+TIMED_REPLAYS = 5
 # `warnings.catch_warnings` is process wide, and cuBLAS / cuDNN initialise lazily: one recording at a time.
 _recording = threading.Lock()
 # Streams of recorders that are gone. A stream keeps a cuBLAS workspace of tens of MiB, so streams are used again.
@@ -44,6 +48,8 @@ class Recorder:
         self._pool: Any = None
         self._kept: list[torch.cuda.CUDAGraph] = []
         self.last_replay: torch.cuda.Event | None = None
+        self.kernels = KernelChoices(ATTENTION_DEFAULT, device, None)
+        """Attention kernels of what is recorded; whoever owns the recorder puts its own choices here."""
         self._index: int | None = None
 
     @property
@@ -95,6 +101,13 @@ class Recorder:
             finally:
                 caller.wait_stream(self._stream)
 
+    def choose_kernels(self, run: Callable[[], object]) -> None:
+        """Run what will be recorded once, and choose a kernel for each of its attention calls."""
+        if self.kernels.enabled:
+            with self.session(), self.kernels.observing():
+                run()
+            self.kernels.settle()
+
     def record(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph | None, T]:
         """Record `function` inside a `session`; it must have run on this stream before, with the same sizes.
 
@@ -135,6 +148,33 @@ class Recorder:
             self.last_replay = torch.cuda.Event()
         with torch.cuda.device(self.index):
             self.last_replay.record(torch.cuda.current_stream(self.index))
+
+
+def seconds_captured(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call among `TIMED_CALLS` in a captured graph: the best of `TIMED_REPLAYS` replays.
+
+    Whatever the call raises, in a capture or before, is raised.
+    """
+    recorder = Recorder(device)
+
+    def calls() -> None:
+        for _ in range(TIMED_CALLS):
+            call()
+
+    with recorder.session() as stream:
+        for _ in range(2):
+            call()
+        graph = check_recorded(recorder.record(calls)[0], "an attention kernel")
+        graph.replay()
+        best = math.inf
+        for _ in range(TIMED_REPLAYS):
+            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            started.record(stream)
+            graph.replay()
+            ended.record(stream)
+            ended.synchronize()
+            best = min(best, started.elapsed_time(ended) / 1e3)
+    return best / TIMED_CALLS
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from vit_compile.attention.choice import KernelChoices
 from vit_compile.backend.capture import Capture
-from vit_compile.backend.cuda import Recorder
+from vit_compile.backend.cuda import Recorder, seconds_captured
 from vit_compile.backend.sizes import Env
 from vit_compile.stats import Skip
 
@@ -35,6 +36,11 @@ class Encoder:
         self.device = device
         self.recorder = Recorder(device) if device.type == "cuda" else None
         self.owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+    def use_attention(self, wanted: str, *, strict: bool) -> None:
+        """Record what comes with this choice of attention kernels; see `BackendOptions.attention`."""
+        if self.recorder is not None and self.recorder.kernels.wanted != wanted:
+            self.recorder.kernels = KernelChoices(wanted, self.device, seconds_captured, strict=strict)
 
     def captures(self) -> list[Capture]:
         """All captures of all graphs."""

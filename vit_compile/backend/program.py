@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 
+from vit_compile.attention.choice import dense_attention
 from vit_compile.attention.signatures import AttentionOp
 from vit_compile.attention.tail import zero_tail_, zero_tail_in_torch_
 from vit_compile.backend.pieces import Piece
 from vit_compile.backend.sizes import Env, Size, SymbolTable, TensorSpec
 from vit_compile.backend.survey import PieceFacts
+
+_DENSE = ("scaled_dot_product_attention", "aten::scaled_dot_product_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +196,8 @@ def attend(step: Step, values: Sequence[Any], env: Env, *, covering_bounds: bool
     covered = attention.query_rows(env) if covering_bounds else None
     args = _resolve(attention.args, values, env, covered)
     kwargs = {name: _resolve(value, values, env, covered) for name, value in attention.kwargs.items()}
-    result = attention.target(*args, **kwargs)
+    target = dense_attention if attention.op.name in _DENSE else attention.target
+    result = target(*args, **kwargs)
     if covering_bounds and attention.boundaries and not attention.op.clears_tail:
         first = result if isinstance(result, torch.Tensor) else result[0]
         boundaries = next(values[i] for i, ref in enumerate(step.inputs) if ref.slot == attention.boundaries[0])

@@ -247,6 +247,7 @@ class Runnable:
         def make() -> Capture:
             return self._kind(self.program, self.roles, target, encoder.recorder, self._calls_for(target, args))
 
+        encoder.use_attention(self.options.attention, strict=self.options.strict)
         made = record(make, args, size_label(self.program, self.roles, target))
         cap = self.options.max_graph_bytes
         if isinstance(made, Capture) and cap is not None and encoder.nbytes + made.nbytes > cap:

@@ -13,6 +13,8 @@ from typing import Any
 
 from vit_compile.errors import OptionError
 from vit_compile.options import (
+    ATTENTION_AUTO,
+    ATTENTION_KERNELS,
     COMPILERS,
     OUTPUTS,
     check_choice,
@@ -29,8 +31,8 @@ MODES = ("compiled", "eager")
 DEFAULT_COMPILER = "inductor"
 DEFAULT_MAX_GRAPHS = 64
 
-_CHOICES = {"packing": PACKINGS, "mode": MODES, "compiler": COMPILERS, "outputs": OUTPUTS}
-_FLAGS = ("look_ahead", "enabled", "verify", "strict")
+_CHOICES = {"packing": PACKINGS, "mode": MODES, "compiler": COMPILERS, "outputs": OUTPUTS, "attention": ATTENTION_KERNELS}
+_FLAGS = ("isolate", "look_ahead", "enabled", "verify", "strict")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,14 @@ class EncoderConfig:
 
     compiler: str = DEFAULT_COMPILER
     """What compiles the forward: "inductor", "aot_eager" or "eager". Not with mode="eager"."""
+
+    attention: str = ATTENTION_AUTO
+    """Kernel of the attention calls in the graphs. "auto": the fastest, timed at capture for every graph; "default": the one
+    that eager calls take; else a kernel's name. Without effect on a CPU."""
+
+    isolate: bool = True
+    """A NaN or Inf in one image never reaches another one's features. False: kernels that let it cross are used without a
+    fence, where they are faster."""
 
     enabled: bool = True
     """False: no graphs at all, everything runs eagerly; the other options wait until it is True again."""

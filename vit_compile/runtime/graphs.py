@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vit_compile.attention.choice import KernelChoices
 from vit_compile.backend.cuda import Recorder, check_recorded, reserved_bytes, unowned
 from vit_compile.backend.proof import bits_equal, difference_over_tolerance
 from vit_compile.backend.recording import record, trial
@@ -77,7 +78,8 @@ class EncoderGraph:
         if self.recorder is None:
             self.output = self._checked(self._run()).clone()
             return
-        with self.recorder.session():
+        self.recorder.choose_kernels(self._run)
+        with self.recorder.session(), self.recorder.kernels.active():
             for _ in range(WARMUP_RUNS):
                 self._checked(self._run())
             before = reserved_bytes(self.recorder.device)
@@ -111,9 +113,19 @@ class EncoderGraph:
 class GraphSet:
     """All graphs of one manager. Every method runs under the manager's lock."""
 
-    def __init__(self, model: SupportsEncoderCudaGraph, forward: Forward, width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: SupportsEncoderCudaGraph,
+        forward: Forward,
+        width: int,
+        device: torch.device,
+        *,
+        kernels: KernelChoices | None = None,
+    ) -> None:
         self._model, self._forward, self._width, self._device = model, forward, width, device
         self.recorder = Recorder(device) if device.type == "cuda" else None
+        if self.recorder is not None and kernels is not None:
+            self.recorder.kernels = kernels
         self.graphs: dict[GraphKey, EncoderGraph] = {}
         self.skips: dict[GraphKey, Skip] = {}
 

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vit_compile.attention.choice import KernelChoices
+from vit_compile.backend.cuda import seconds_captured
 from vit_compile.errors import InputError, ModalityError, OptionError, ProtocolError
 from vit_compile.runtime.batches import NOT_CAPTURED, BatchRunner
 from vit_compile.runtime.capture_inputs import BudgetGraphMetadata, EncoderCudaGraphCaptureInputs
@@ -90,7 +92,12 @@ class EncoderCudaGraphManager:
             forward = compiled_forward(self.model, frozenset(self.declaration.buffer_keys), self.config.compiler)
         else:
             forward = eager_forward(self.model)
-        self._set = GraphSet(self.model, forward, self.declaration.out_hidden_size, self.device)
+        # What the buffers hold behind the items is zero, so that a graph with room for one segment needs no fence.
+        fence_from = 2 if self.config.isolate else 0
+        timer = seconds_captured if self.device.type == "cuda" else None
+        self._kernels = KernelChoices(self.config.attention, self.device, timer, fence_from=fence_from, strict=self.config.strict)
+        width = self.declaration.out_hidden_size
+        self._set = GraphSet(self.model, forward, width, self.device, kernels=self._kernels)
         self._runner = BatchRunner(self.model, self.declaration, self._set, self._statistics, strict=self.config.strict)
         self._paths = tuple(self.declaration.paths)
         self._watch: WeightWatch | None = None
@@ -419,7 +426,7 @@ class EncoderCudaGraphManager:
 
     def snapshot(self) -> dict[str, Any]:
         """Everything that is counted, as a plain dict; see `EncoderStatistics.snapshot`."""
-        return self._statistics.snapshot()
+        return {**self._statistics.snapshot(), "attention": self._kernels.rows()}
 
 
 def _usable(device: torch.device | str, dtype: object) -> torch.device:

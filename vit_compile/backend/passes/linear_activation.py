@@ -1,6 +1,6 @@
 """`vit_compile::linear_activation`: a linear layer with its activation in the epilogue of the matrix product.
 
-On CUDA it is `torch._addmm_activation`, which hands bias and activation to cuBLASLt, so that the product is written once,
+On CUDA it is torch's `_addmm_activation`, which hands bias and activation to cuBLASLt, so that the product is written once,
 activated. cuBLASLt knows two activations: ReLU and GELU in its tanh form. Elsewhere the two functions run one after the other
 (on a CPU `_addmm_activation` has the other GELU, the exact one). An operation of our own keeps both under one name, and is
 opaque to compilers, which would take it apart again.
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.library import register_fake
+
+from vit_compile import _torch_compat as compat
 
 NAME = "vit_compile::linear_activation"
 ACTIVATIONS = ("gelu_tanh", "relu")
@@ -40,7 +42,7 @@ def linear_activation(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
 
 def _forward_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
-    out: torch.Tensor = torch._addmm_activation(bias, rows, weight.t(), use_gelu=activation == "gelu_tanh")
+    out = compat.linear_epilogue(rows, weight, bias, gelu=activation == "gelu_tanh")
     return out.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -1,0 +1,333 @@
+"""Choosing attention kernels: who is admitted, who wins, who serves, what is remembered.
+
+No GPU here: kernels and clocks are made for the tests, and run on the CPU through the same code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.towers import boundaries
+from vit_compile.attention import admission, choice, fence, reference
+from vit_compile.attention.admission import FENCED, Kernel
+from vit_compile.attention.choice import Choice, KernelChoices
+from vit_compile.attention.problem import DENSE, VARLEN, Problem, dense_problem, layouts, varlen_problem
+from vit_compile.errors import SkipError
+from vit_compile.stats import counters
+
+CPU = torch.device("cpu")
+HEADS, DIM = 2, 8
+PROBLEM = Problem(VARLEN, "float32", (12, HEADS, DIM), 3, 6)
+
+
+def good(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, scale: float) -> torch.Tensor:
+    """Right, isolating, and a tail of garbage."""
+    out = reference.forward(q, k, v, cu_seqlens, longest, scale)
+    out[cu_seqlens[-1] :] = 7
+    return out
+
+
+def wrong(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, scale: float
+) -> torch.Tensor:
+    """Numbers that are off by a little."""
+    return good(q, k, v, cu_seqlens, longest, scale) * 1.01
+
+
+def leaky(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, scale: float
+) -> torch.Tensor:
+    """Right for finite inputs; a NaN anywhere reaches every row, as 0 x NaN does."""
+    return good(q, k, v, cu_seqlens, longest, scale) + (0 * (q.sum() + k.sum() + v.sum()))
+
+
+def broken(*args: Any) -> torch.Tensor:
+    """Does not run."""
+    raise RuntimeError("no such instruction\nat line 3")
+
+
+def anything(problem: Problem, capability: tuple[int, int]) -> str | None:
+    """Takes every problem."""
+    return None
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
+    """The table of varlen kernels, empty for a test to fill; nothing is remembered before or after."""
+    made: dict[str, Kernel] = {}
+    monkeypatch.setattr(admission, "VARLEN_KERNELS", made)
+    choice.forget()
+    yield made
+    choice.forget()
+
+
+def fill(table: dict[str, Kernel], **runs: Callable[..., torch.Tensor]) -> None:
+    """Untrusted kernels by name."""
+    table |= {name: Kernel(name, run, anything) for name, run in runs.items()}
+
+
+class Clock:
+    """A timer that runs the call and gives each kernel the seconds that a test says."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.seconds, self.calls = seconds, 0
+
+    def __call__(self, call: Callable[[], object], device: torch.device) -> float:
+        call()
+        self.calls += 1
+        run = call.func  # type: ignore[attr-defined]
+        names = {id(kernel.run): name for name, kernel in admission.VARLEN_KERNELS.items()}
+        names |= {id(kernel.run): name for name, kernel in admission.DENSE_KERNELS.items()}
+        return self.seconds[names.get(id(run), "fenced")]
+
+
+def qkv(rows: int, seed: int = 0) -> list[torch.Tensor]:
+    """Seeded q, k and v."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, HEADS, DIM, generator=generator) for _ in range(3)]
+
+
+def choices(clock: Clock, wanted: str = "auto", **kwargs: Any) -> KernelChoices:
+    """Of a manager: padding is finite."""
+    return KernelChoices(wanted, CPU, clock, **{"fence_from": 2, **kwargs})
+
+
+def settled(made: KernelChoices, *problems: Problem) -> KernelChoices:
+    """After a run with these problems."""
+    with made.observing():
+        for problem in problems:
+            assert choice.current() is made
+            assert made.kernel(problem) is None, "an observed run takes the default"
+    made.settle()
+    return made
+
+
+# --- admission --------------------------------------------------------------------------------------------------------
+
+
+def test_admission(table: dict[str, Kernel]) -> None:
+    """A right kernel is admitted, a wrong or failing one refused with the reason, a leaky one only behind the fence."""
+    fill(table, good=good, wrong=wrong, leaky=leaky, broken=broken)
+    runs, refused = admission.candidates(PROBLEM, CPU, fence_from=2)
+    assert set(runs) == {"good", "leaky" + FENCED}
+    assert "numbers are wrong" in refused["wrong"]
+    assert refused["broken"] == "fails here: RuntimeError: no such instruction"
+    assert "NaN" in refused["leaky"]
+
+
+@pytest.mark.parametrize(
+    ("fence_from", "segments", "fenced"), [(1, 1, True), (1, 3, True), (2, 1, False), (2, 2, True), (0, 9, False)]
+)
+def test_where_a_leaky_kernel_needs_the_fence(table: dict[str, Kernel], fence_from: int, segments: int, fenced: bool) -> None:
+    """Always; from two segments on; never."""
+    fill(table, leaky=leaky)
+    problem = Problem(VARLEN, "float32", (12, HEADS, DIM), segments, 6)
+    runs, _ = admission.candidates(problem, CPU, fence_from=fence_from)
+    assert set(runs) == {"leaky" + FENCED if fenced else "leaky"}
+
+
+def test_what_is_not_installed_is_told() -> None:
+    """The real table on a machine without a GPU: every kernel is either there or has a reason."""
+    runs, refused = admission.candidates(Problem(VARLEN, "bfloat16", (12, HEADS, DIM), 3, 6), CPU, fence_from=2)
+    assert set(runs) | {name.removesuffix(FENCED) for name in refused} == set(admission.VARLEN_KERNELS)
+    assert "dense" in runs
+    assert refused["fa4"].startswith("needs a device of capability 9.0")
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_the_fence(poison: float) -> None:
+    """Behind the fence a leaky kernel keeps other segments' bits, and every row of the broken one is NaN."""
+    inputs, cu_seqlens = qkv(14), boundaries([4, 5, 3], 5)
+    run = fence.fenced(leaky)
+    clean = run(*inputs, cu_seqlens, 5, 0.3)
+    assert torch.equal(clean[:12], reference.forward(*inputs, cu_seqlens, 5, 0.3)[:12])
+    inputs[1][6, 1, 2] = poison
+    inputs[0][13] = poison
+    out = run(*inputs, cu_seqlens, 5, 0.3)
+    assert torch.equal(out[:4], clean[:4])
+    assert torch.equal(out[9:12], clean[9:12])
+    assert out[4:9].isnan().all()
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_wins(table: dict[str, Kernel]) -> None:
+    """The time of the fence counts, times and refusals are reported, and what is timed is what was observed."""
+    fill(table, good=good, leaky=leaky, wrong=wrong)
+    made = settled(choices(Clock(good=3e-6, fenced=2e-6)), PROBLEM)
+    assert made.kernel(PROBLEM) == "leaky" + FENCED
+    (row,) = made.rows()
+    assert json.loads(json.dumps(row)) == row
+    assert row["microseconds"] == {"good": 3.0, "leaky" + FENCED: 2.0}
+    assert set(row["refused"]) == {"leaky", "wrong"}
+    assert row["shape"] == [12, HEADS, DIM]
+    choice.forget()
+    assert settled(choices(Clock(good=1e-6, fenced=2e-6)), PROBLEM).kernel(PROBLEM) == "good"
+
+
+def test_one_that_cannot_be_timed_is_refused(table: dict[str, Kernel]) -> None:
+    """A kernel that fails in a capture loses with the reason; with none left the default serves."""
+    fill(table, good=good)
+
+    def timer(call: Callable[[], object], device: torch.device) -> float:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    made = settled(KernelChoices("auto", CPU, timer, fence_from=2), PROBLEM)
+    assert made.kernel(PROBLEM) is None
+    assert "not permitted" in made.rows()[0]["refused"]["good"]
+
+
+def test_only_the_chosen_runs_and_only_inside(table: dict[str, Kernel]) -> None:
+    """`active` gives calls the chosen kernel; outside, and for a problem never seen, the default serves."""
+    fill(table, good=good)
+    made = settled(choices(Clock(good=1e-6)), PROBLEM)
+    q, cu_seqlens = torch.randn(12, HEADS, DIM), boundaries([6, 6], 3)
+    assert varlen_problem(q, cu_seqlens, 6) == PROBLEM
+    assert choice.varlen_kernel(q, cu_seqlens, 6) is None
+    with made.active():
+        assert choice.varlen_kernel(q, cu_seqlens, 6) is good
+        assert choice.varlen_kernel(q, cu_seqlens, 7) is None
+        with contextlib.suppress(ValueError), made.active():
+            raise ValueError
+        assert choice.varlen_kernel(q, cu_seqlens, 6) is good
+    assert choice.current() is None
+
+
+def test_nothing_is_measured_twice(table: dict[str, Kernel]) -> None:
+    """A second encoder and a recapture take what is known; another isolation is another question."""
+    fill(table, good=good, leaky=leaky)
+    clock = Clock(good=2e-6, fenced=3e-6, leaky=1e-6)
+    assert settled(choices(clock), PROBLEM).kernel(PROBLEM) == "good"
+    calls = clock.calls
+    assert calls == 2 * len(layouts(PROBLEM)), "each kernel, each layout"
+    made = settled(settled(choices(clock), PROBLEM), PROBLEM)
+    assert made.kernel(PROBLEM) == "good"
+    assert clock.calls == calls
+    assert settled(choices(clock, fence_from=0), PROBLEM).kernel(PROBLEM) == "leaky"
+
+
+def test_what_was_learnt_elsewhere_is_used_where_it_can_be(table: dict[str, Kernel]) -> None:
+    """A loaded choice saves the measurement, unless its kernel is not here."""
+    fill(table, good=good, other=good)
+    clock = Clock(good=1e-6, other=2e-6)
+    choice.learn({("cpu", PROBLEM, 2): Choice("other", {"other": 1.0})})
+    assert settled(choices(clock), PROBLEM).kernel(PROBLEM) == "other"
+    assert clock.calls == 0
+    del table["other"]
+    assert settled(choices(clock), PROBLEM).kernel(PROBLEM) == "good"
+
+
+def test_a_pinned_kernel(table: dict[str, Kernel]) -> None:
+    """It is taken without a measurement, behind the fence where it must be; where it cannot serve, that is counted."""
+    fill(table, good=good, leaky=leaky, wrong=wrong)
+    clock = Clock()
+    assert settled(choices(clock, "leaky"), PROBLEM).kernel(PROBLEM) == "leaky" + FENCED
+    with counters.expect(skips={"attention-kernel": 1}):
+        assert settled(choices(clock, "wrong"), PROBLEM).kernel(PROBLEM) is None
+    with pytest.raises(SkipError, match="attention-kernel"):
+        settled(choices(clock, "wrong", strict=True), PROBLEM)
+    with counters.expect(skips={}):
+        assert settled(choices(clock, "sdpa-flash"), PROBLEM).kernel(PROBLEM) is None, "names the other kind of attention"
+    assert clock.calls == 0
+
+
+@pytest.mark.parametrize(("wanted", "timer"), [("default", Clock()), ("auto", None)])
+def test_nothing_to_choose(table: dict[str, Kernel], wanted: str, timer: Any) -> None:
+    """With "default", and without CUDA, calls are not even observed."""
+    fill(table, good=good)
+    made = KernelChoices(wanted, CPU, timer)
+    assert not made.enabled
+    with made.observing():
+        assert choice.current() is None
+    with made.active():
+        assert choice.current() is None
+
+
+# --- problems ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "segments", "longest", "expected"),
+    [
+        (12, 1, 12, ([0, 12],)),
+        (12, 3, 12, ([0, 12, 12, 12], [0, 4, 8, 12])),
+        (12, 3, 6, ([0, 6, 12, 12], [0, 4, 8, 12])),
+        (12, 3, 2, ([0, 2, 4, 6],)),
+        (3, 5, 3, ([0, 3, 3, 3, 3, 3], [0, 1, 2, 3, 3, 3])),
+    ],
+)
+def test_layouts_are_legal(rows: int, segments: int, longest: int, expected: tuple[list[int], ...]) -> None:
+    """Boundaries to time with: fewest and most segments, none above the bound, none past the rows."""
+    made = layouts(Problem(VARLEN, "float32", (rows, HEADS, DIM), segments, longest))
+    assert made == expected
+    for ends in made:
+        assert len(ends) == segments + 1
+        assert max(b - a for a, b in itertools.pairwise(ends)) <= longest
+
+
+def test_problems_are_written_and_read() -> None:
+    """A problem survives JSON."""
+    for problem in (PROBLEM, Problem(DENSE, "bfloat16", (2, 4, 16, 64), 0, 16, "mask+causal")):
+        assert Problem.from_dict(json.loads(json.dumps(problem.as_dict()))) == problem
+
+
+# --- dense attention --------------------------------------------------------------------------------------------------
+
+
+def heads(batch: int = 2, rows: int = 10) -> list[torch.Tensor]:
+    """Seeded q, k and v of dense attention, transposed views."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(batch, rows, HEADS, DIM, generator=generator).transpose(1, 2) for _ in range(3)]
+
+
+def test_dense_attention_takes_the_chosen_kernel(table: dict[str, Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense call is observed, timed and served by the kernel that won; its numbers are those of the default."""
+    used: list[str] = []
+
+    def named(name: str) -> Callable[..., torch.Tensor]:
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            used.append(name)
+            return F.scaled_dot_product_attention(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(
+        admission, "DENSE_KERNELS", {name: Kernel(name, named(name), anything, trusted=True) for name in ("slow", "quick")}
+    )
+    q, k, v = heads()
+    want = F.scaled_dot_product_attention(q, k, v, scale=0.2)
+    made = choices(Clock(slow=2e-6, quick=1e-6))
+    with made.observing():
+        assert torch.equal(choice.dense_attention(q, k, v, scale=0.2), want)
+    assert not used, "an observed run takes the default"
+    made.settle()
+    used.clear()
+    with made.active():
+        assert torch.equal(choice.dense_attention(q, k, v, scale=0.2), want)
+        assert used == ["quick"]
+        choice.dense_attention(q, k, v, attn_mask=torch.ones(10, 10, dtype=torch.bool))
+        choice.dense_attention(q, k, v, dropout_p=0.5)
+    assert used == ["quick"], "a masked call is another problem; with dropout numbers depend on the kernel"
+    assert made.rows()[0]["kind"] == DENSE
+
+
+def test_dense_problems_differ() -> None:
+    """Whatever changes which kernels apply is part of the problem."""
+    q, k, _ = heads()
+    made = {
+        dense_problem(q, other, mask=mask, causal=causal, gqa=gqa)
+        for other in (k, k[:, :, :4])
+        for mask in (True, False)
+        for causal in (True, False)
+        for gqa in (True, False)
+    }
+    assert len(made) == 16

@@ -1,0 +1,181 @@
+"""Which kernels may serve an attention problem: what each promises, and what it is seen to keep.
+
+Whoever is not known from the tests in this very role is tried on its device before it is used: against the
+reference in float32, and with NaN in a segment between two others. A wrong one is refused; one that does not isolate serves
+graphs with room for one segment, and others behind a fence (`fence.py`), whose cost is then part of its time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
+
+from vit_compile.attention import kernels, packages, reference
+from vit_compile.attention.fence import fenced
+from vit_compile.attention.problem import VARLEN, Problem
+
+FENCED = "+fence"
+PROBE_LENGTHS = (300, 200, 200)
+PROBE_ROWS = 1024
+PROBE_HEADS = 2
+PROBE_TOLERANCE, FLOAT32_TOLERANCE = 4.0, 2e-5
+"""Allowed relative error of a kernel, in units of the dtype's epsilon, and at least so much."""
+DENSE_MEMORY_ROWS = 4096
+"""`dense` holds a matrix of rows x rows: beyond this it is never a choice."""
+
+Run = Callable[..., torch.Tensor]
+Refusal = str
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One way to compute attention."""
+
+    name: str
+    run: Run
+    """varlen: `run(q, k, v, cu_seqlens, max_seqlen, scale)`; dense: as `scaled_dot_product_attention`."""
+    why_not: Callable[[Problem, tuple[int, int]], Refusal | None]
+    """Of a problem and a device's capability: why it cannot serve it, or None."""
+    trusted: bool = False
+    """Correct and isolating by the project's own tests: it is not tried on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a kernel was seen to do."""
+
+    wrong: Refusal | None
+    isolates: bool
+
+
+def _flash_why_not(problem: Problem, capability: tuple[int, int]) -> Refusal | None:
+    if not kernels.flash_usable():
+        return "torch has no FlashAttention-2 here, or another implementation is active"
+    chosen = kernels.choose(problem.torch_dtype, problem.head_dim, capability, flash_usable=True)
+    return None if chosen == "flash" else f"head dim {problem.head_dim} in {problem.dtype}"
+
+
+def _active_why_not(problem: Problem, capability: tuple[int, int]) -> Refusal | None:
+    active = current_flash_attention_impl()
+    if active in (None, "FA2"):
+        return "no other implementation is activated"
+    half = problem.torch_dtype in kernels.HALF_DTYPES
+    return None if half and problem.head_dim <= kernels.FLASH_MAX_HEAD_DIM else f"head dim {problem.head_dim} in {problem.dtype}"
+
+
+def _efficient_why_not(problem: Problem, capability: tuple[int, int]) -> Refusal | None:
+    chosen = kernels.choose(problem.torch_dtype, problem.head_dim, capability, flash_usable=False)
+    return None if chosen == "efficient" else f"{problem.dtype} on a device of capability {capability[0]}.{capability[1]}"
+
+
+def _dense_why_not(problem: Problem, capability: tuple[int, int]) -> Refusal | None:
+    rows = problem.shape[0]
+    return None if rows <= DENSE_MEMORY_ROWS else f"{rows} rows: its memory grows with their square"
+
+
+def _package_why_not(name: str) -> Callable[[Problem, tuple[int, int]], Refusal | None]:
+    return lambda problem, capability: packages.why_not(name, problem.torch_dtype, problem.head_dim, capability)
+
+
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+) -> torch.Tensor:
+    return kernels.dense(q, k, v, cu_seqlens, scale)
+
+
+def _through(backend: SDPBackend) -> Run:
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*args, **kwargs)
+
+    return run
+
+
+def _anything(problem: Problem, capability: tuple[int, int]) -> Refusal | None:
+    return None
+
+
+VARLEN_KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel("flash", kernels.flash, _flash_why_not, trusted=True),
+        Kernel("efficient", kernels.efficient, _efficient_why_not),
+        Kernel("dense", _dense, _dense_why_not, trusted=True),
+        Kernel("active-flash", kernels.flash, _active_why_not),
+        *(Kernel(name, packages.runner(name), _package_why_not(name)) for name in ("fa4", "fa3", "fa2")),
+    )
+}
+DENSE_KERNELS: dict[str, Kernel] = {
+    name: Kernel(name, _through(backend), _anything, trusted=True)
+    for name, backend in {
+        "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+        "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+        "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }.items()
+}
+"""torch's own: the items of a batch are never operands of one another's arithmetic. What does not take a problem raises."""
+
+
+def candidates(problem: Problem, device: torch.device, *, fence_from: int) -> tuple[dict[str, Run], dict[str, Refusal]]:
+    """Kernels that may serve a problem on a device, by name, and why the others may not.
+
+    Args:
+        fence_from: room for so many segments or more takes a fence around a kernel that lets a NaN cross. 1: always, also a
+            NaN in padding is kept away; 2: padding is known to be finite, and a single segment has no neighbour; 0: never.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    table = VARLEN_KERNELS if problem.kind == VARLEN else DENSE_KERNELS
+    found: dict[str, Run] = {}
+    refused: dict[str, Refusal] = {}
+    for name, kernel in table.items():
+        why = kernel.why_not(problem, capability)
+        if why is None and not kernel.trusted:
+            seen = probe(kernel, problem.torch_dtype, problem.head_dim, device)
+            why = seen.wrong
+            if why is None and not seen.isolates and 0 < fence_from <= max(1, problem.segments):
+                found[name + FENCED] = fenced(kernel.run)
+                refused[name] = "a NaN of one segment reaches another's rows; behind a fence only"
+                continue
+        if why is None:
+            found[name] = kernel.run
+        else:
+            refused[name] = why
+    return found, refused
+
+
+def run_of(name: str) -> Run:
+    """A kernel by name, also one behind the fence."""
+    bare = name.removesuffix(FENCED)
+    kernel = VARLEN_KERNELS.get(bare) or DENSE_KERNELS[bare]
+    return fenced(kernel.run) if name.endswith(FENCED) else kernel.run
+
+
+@functools.cache
+def probe(kernel: Kernel, dtype: torch.dtype, head_dim: int, device: torch.device) -> Probe:
+    """Try a varlen kernel on three segments, and again with NaN in the second one and behind the last."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(PROBE_ROWS, PROBE_HEADS, head_dim, generator=generator).to(device, dtype) for _ in range(3)]
+    first, second, end = PROBE_LENGTHS[0], sum(PROBE_LENGTHS[:2]), sum(PROBE_LENGTHS)
+    cu_seqlens = torch.tensor([0, first, second, end], dtype=torch.int32, device=device)
+    scale, longest = head_dim**-0.5, max(PROBE_LENGTHS)
+    try:
+        clean = kernel.run(*inputs, cu_seqlens, longest, scale)[:end]
+        q, k, v = (x.float() for x in inputs)
+        want = reference.forward(q, k, v, cu_seqlens, longest, scale)[:end]
+        error = float((clean.float() - want).norm() / want.norm())
+        if not error <= max(PROBE_TOLERANCE * torch.finfo(dtype).eps, FLOAT32_TOLERANCE):
+            return Probe(f"its numbers are wrong here: relative error {error:.1e}", isolates=False)
+        for x in inputs:
+            x[first:second] = float("nan")
+            x[end:] = float("nan")
+        spoiled = kernel.run(*inputs, cu_seqlens, longest, scale)[:end]
+    except Exception as problem:
+        return Probe(f"fails here: {type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}", isolates=False)
+    others = torch.cat([torch.arange(first), torch.arange(second, end)]).to(device)
+    return Probe(None, isolates=torch.equal(clean[others], spoiled[others]))

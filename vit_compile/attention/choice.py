@@ -1,0 +1,268 @@
+"""Which attention kernel serves which call inside the graphs of one encoder.
+
+At capture a first run is only observed: it says which attention problems the graph has. `settle` then times every admissible
+kernel on each of them, as part of a captured graph, and the fastest serves the runs under `active()`, the recorded one among
+them. Outside of these two contexts, and on a CPU, calls take the default kernel. What was measured is kept for the process by
+device and problem, so that a further encoder, a recapture or a loaded cache does not measure again.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from vit_compile.attention import admission
+from vit_compile.attention.fence import Varlen
+from vit_compile.attention.problem import VARLEN, Problem, dense_problem, layouts, varlen_problem
+from vit_compile.options import ATTENTION_AUTO, ATTENTION_DEFAULT
+from vit_compile.stats import Skip, report_skip
+
+
+class Timer(Protocol):
+    """Seconds that one of several captured repetitions of a call takes on the device; raises where it cannot be captured."""
+
+    def __call__(self, call: Callable[[], object], device: torch.device) -> float:
+        """Time `call`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The kernel for one problem, and why."""
+
+    kernel: str
+    microseconds: dict[str, float] = field(default_factory=dict)
+    """Of one call, by kernel; a varlen problem is timed with its fewest and its most segments, and this is the mean."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why other kernels could not serve it."""
+
+
+Key = tuple[str, Problem, int]
+_known: dict[Key, Choice] = {}
+_lock = threading.Lock()
+_local = threading.local()
+
+
+def current() -> KernelChoices | None:
+    """The choices under which this thread runs, or None."""
+    found: KernelChoices | None = getattr(_local, "current", None)
+    return found
+
+
+def known() -> dict[Key, Choice]:
+    """What this process has measured or loaded: device's name, problem, `fence_from` -> choice; a copy."""
+    with _lock:
+        return dict(_known)
+
+
+def learn(found: dict[Key, Choice]) -> None:
+    """Take over what another process measured on the same kind of device; what is known already stays."""
+    with _lock:
+        for key, choice in found.items():
+            _known.setdefault(key, choice)
+
+
+def forget() -> None:
+    """Forget all measurements of this process. Encoders keep the kernels that they have."""
+    with _lock:
+        _known.clear()
+
+
+class KernelChoices:
+    """The kernels of one encoder.
+
+    Args:
+        wanted: "auto": time the admissible kernels and take the fastest. "default": time nothing. A kernel's name: take that
+            one wherever it is admissible.
+        device: of the encoder. Without CUDA nothing is chosen.
+        timer: see `Timer`.
+        fence_from: see `admission.candidates`.
+        strict: raise `SkipError` where the wanted kernel is not admissible.
+    """
+
+    def __init__(
+        self, wanted: str, device: torch.device, timer: Timer | None, *, fence_from: int = 1, strict: bool = False
+    ) -> None:
+        self.wanted, self.device, self.fence_from, self.strict = wanted, device, fence_from, strict
+        self._timer = timer
+        self._chosen: dict[Problem, Choice] = {}
+        self._seen: dict[Problem, None] | None = None
+
+    @property
+    def enabled(self) -> bool:
+        """Is there anything to choose?"""
+        return self.wanted != ATTENTION_DEFAULT and self._timer is not None
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Note the problems of the attention calls in this block, which take the default kernel."""
+        self._seen = {} if self._seen is None else self._seen
+        with self._as_current():
+            yield
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Attention calls in this block take the chosen kernels."""
+        self._seen = None
+        with self._as_current():
+            yield
+
+    @contextmanager
+    def _as_current(self) -> Iterator[None]:
+        before = current()
+        _local.current = self if self.enabled else None
+        try:
+            yield
+        finally:
+            _local.current = before
+
+    def kernel(self, problem: Problem) -> str | None:
+        """The kernel for a call, None for the default; notes the problem while observing."""
+        if self._seen is not None:
+            self._seen[problem] = None
+            return None
+        choice = self._chosen.get(problem)
+        return choice.kernel or None if choice is not None else None
+
+    def settle(self) -> None:
+        """Choose for every problem that was observed and has no choice yet."""
+        seen, self._seen = self._seen or {}, None
+        for problem in seen:
+            if problem not in self._chosen:
+                self._chosen[problem] = self._choose(problem)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The choices as plain dicts, fit for JSON: the problem's fields, `kernel` ("" for the default), `microseconds`,
+        `refused`."""
+        return [
+            {
+                **problem.as_dict(),
+                "kernel": choice.kernel,
+                "microseconds": dict(choice.microseconds),
+                "refused": dict(choice.refused),
+            }
+            for problem, choice in self._chosen.items()
+        ]
+
+    def _choose(self, problem: Problem) -> Choice:
+        if self.wanted != ATTENTION_AUTO:
+            return self._pinned(problem)
+        key = (device_name(self.device), problem, self.fence_from)
+        with _lock:
+            found = _known.get(key)
+        if found is None or not self._is_here(found.kernel, problem):
+            assert self._timer is not None, "disabled without a timer"
+            found = measure(problem, self.device, self._timer, fence_from=self.fence_from)
+            learn({key: found})
+        return found
+
+    def _is_here(self, name: str, problem: Problem) -> bool:
+        """Can a remembered kernel be used in this process? A package may be missing that was there when it was measured."""
+        return not name or name in admission.candidates(problem, self.device, fence_from=self.fence_from)[0]
+
+    def _pinned(self, problem: Problem) -> Choice:
+        """The wanted kernel, also behind the fence; a name of the other kind of attention leaves this kind to the default."""
+        of_this_kind = admission.VARLEN_KERNELS if problem.kind == VARLEN else admission.DENSE_KERNELS
+        if self.wanted not in of_this_kind:
+            return Choice("")
+        runs, refused = admission.candidates(problem, self.device, fence_from=self.fence_from)
+        for name in (self.wanted, self.wanted + admission.FENCED):
+            if name in runs:
+                return Choice(name, refused=refused)
+        detail = f"{self.wanted} for {problem.shape} in {problem.dtype}: {refused[self.wanted]}"
+        report_skip(Skip("attention-kernel", detail), strict=self.strict)
+        return Choice("", refused=refused)
+
+
+def measure(problem: Problem, device: torch.device, timer: Timer, *, fence_from: int) -> Choice:
+    """Time the admissible kernels on a problem; the fastest wins. One that fails, or cannot be captured, is refused."""
+    runs, refused = admission.candidates(problem, device, fence_from=fence_from)
+    calls = _varlen_calls(problem, device) if problem.kind == VARLEN else _dense_calls(problem, device)
+    times: dict[str, float] = {}
+    for name, run in runs.items():
+        try:
+            seconds = [timer(functools.partial(run, *args, **kwargs), device) for args, kwargs in calls]
+        except torch.OutOfMemoryError:
+            refused[name] = "out of memory"
+        except Exception as error:
+            refused[name] = f"fails here: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        else:
+            times[name] = sum(seconds) / len(seconds) * 1e6
+    fastest = min(times, key=lambda name: times[name]) if times else ""
+    return Choice(fastest, {name: round(time, 2) for name, time in times.items()}, refused)
+
+
+def varlen_kernel(q: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> Varlen | None:
+    """The kernel that was chosen for a varlen call, None for the default."""
+    choices = current()
+    name = choices.kernel(varlen_problem(q, cu_seqlens, max_seqlen)) if choices is not None else None
+    return admission.run_of(name) if name else None
+
+
+def dense_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """`scaled_dot_product_attention` through the kernel that was chosen for it, where one was."""
+    choices = current()
+    if choices is None:
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    problem = _problem_of(*args, **kwargs)
+    name = choices.kernel(problem) if problem is not None else None
+    run = admission.run_of(name) if name else F.scaled_dot_product_attention
+    return run(*args, **kwargs)
+
+
+def _problem_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Problem | None:
+    """What a dense call asks for; None for one whose numbers depend on the kernel (dropout), or of another rank."""
+    if dropout_p or query.dim() != 4 or value.shape[-1] != query.shape[-1]:
+        return None
+    return dense_problem(query, key, mask=attn_mask is not None, causal=is_causal, gqa=enable_gqa)
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _varlen_calls(problem: Problem, device: torch.device) -> list[Call]:
+    q, k, v = _random(problem.shape, problem.torch_dtype, device)
+    scale = problem.head_dim**-0.5
+    made: list[Call] = []
+    for boundaries in layouts(problem):
+        cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
+        made.append(((q, k, v, cu_seqlens, problem.max_seqlen, scale), {}))
+    return made
+
+
+def _dense_calls(problem: Problem, device: torch.device) -> list[Call]:
+    batch, heads, rows, dim = problem.shape
+    q, _, _ = _random((batch, rows, heads, dim), problem.torch_dtype, device)
+    k, v, _ = _random((batch, problem.max_seqlen, heads, dim), problem.torch_dtype, device)
+    variant = problem.variant.split("+")
+    kwargs: dict[str, Any] = {"is_causal": "causal" in variant}
+    if "mask" in variant:
+        kwargs["attn_mask"] = torch.ones(batch, 1, rows, problem.max_seqlen, dtype=torch.bool, device=device)
+    # Towers project to [batch, rows, heads, dim] and hand out a transposed view.
+    return [((q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), kwargs)]
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype) for _ in range(3)]
+
+
+def device_name(device: torch.device) -> str:
+    """A device's kind, as it is remembered: what is measured on one holds for others of the same name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

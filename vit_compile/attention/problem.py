@@ -1,0 +1,85 @@
+"""`Problem`: what the speed of an attention kernel depends on, as a value that can be a key, and written to a file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+VARLEN, DENSE = "varlen", "dense"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The shape of one attention call."""
+
+    kind: str
+    """"varlen": packed rows with boundaries; "dense": a batch of equal lengths."""
+
+    dtype: str
+    """Of q, k and v, such as "bfloat16"."""
+
+    shape: tuple[int, ...]
+    """Of q: [rows, heads, head dim], or [batch, heads, rows, head dim]."""
+
+    segments: int = 0
+    """varlen: segments that the boundaries have room for."""
+
+    max_seqlen: int = 0
+    """varlen: the bound on the longest segment; dense: rows of k and v."""
+
+    variant: str = ""
+    """dense: "mask", "causal", "gqa", in this order, joined by "+"."""
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of one head."""
+        return self.shape[-1]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fit for JSON."""
+        return {**asdict(self), "shape": list(self.shape)}
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> Problem:
+        """From what `as_dict` made."""
+        return cls(**{**given, "shape": tuple(given["shape"])})
+
+
+def varlen_problem(q: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> Problem:
+    """Of a call of `varlen_attention`."""
+    return Problem(VARLEN, _name(q.dtype), tuple(q.shape), cu_seqlens.shape[0] - 1, max_seqlen)
+
+
+def dense_problem(q: torch.Tensor, k: torch.Tensor, *, mask: bool, causal: bool, gqa: bool) -> Problem:
+    """Of a call of `scaled_dot_product_attention`."""
+    named = (("mask", mask), ("causal", causal), ("gqa", gqa))
+    return Problem(DENSE, _name(q.dtype), tuple(q.shape), 0, k.shape[-2], "+".join(name for name, there in named if there))
+
+
+def layouts(problem: Problem) -> tuple[list[int], ...]:
+    """Boundaries to time a varlen problem with: the fewest segments that its bound allows, and as many as it has room for.
+
+    Which of the two a replay meets is not known at capture; a kernel is chosen by both.
+    """
+    rows, room = problem.shape[0], max(1, problem.segments)
+    fewest = min(room, max(1, math.ceil(rows / max(1, problem.max_seqlen))))
+    return tuple(_even(min(rows, parts * problem.max_seqlen), parts, room) for parts in dict.fromkeys((fewest, min(room, rows))))
+
+
+def _even(rows: int, parts: int, room: int) -> list[int]:
+    """`room` + 1 boundaries of `parts` segments of nearly equal length, the rest empty."""
+    ends = [rows * part // parts for part in range(parts + 1)]
+    return ends + [rows] * (room - parts)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
