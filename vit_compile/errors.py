@@ -100,6 +100,12 @@ class GridError(VitCompileError, ValueError):
     code = "grid"
 
 
+class TraceError(VitCompileError, ValueError):
+    """A trace of requests cannot be read, written or made: a bad line, no requests, an unknown preset."""
+
+    code = "trace"
+
+
 class ProtocolError(VitCompileError, TypeError):
     """A model breaks the encoder contract: a missing method, a wrong number of axis keys, features of a wrong shape."""
 

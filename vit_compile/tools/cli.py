@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar
 import typer
 
 from vit_compile.errors import OptionError, VitCompileError
+from vit_compile.tools.bench.command import bench
+from vit_compile.tools.plan_command import plan
 
 if TYPE_CHECKING:
     from vit_compile.tools.compiling import CompileSettings
@@ -170,6 +172,9 @@ def inspect(
     inspection.print_page(inspection.inspect_model(loaded, settings, size=size, folder=out_dir), kept=out_dir)
 
 
+app.command()(user_errors(plan))
+
+
 @app.command()
 @user_errors
 def doctor() -> None:
@@ -180,6 +185,9 @@ def doctor() -> None:
     diagnosis.print_findings(findings)
     if any(finding.verdict == "broken" for finding in findings):
         raise typer.Exit(EXIT_DIFFERENT)
+
+
+app.command()(user_errors(bench))
 
 
 def main() -> None:
