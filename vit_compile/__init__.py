@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vit_compile.runtime.config import EncoderConfig
     from vit_compile.runtime.manager import EncoderCudaGraphManager
     from vit_compile.runtime.protocol import SupportsEncoderCudaGraph
+    from vit_compile.runtime.saved_cache import CacheReport, load_cache, save_cache
     from vit_compile.runtime.table import EncoderTable
     from vit_compile.stats import SKIP_CODES, CallRecord, Skip, counters, last_call
 
@@ -29,6 +30,7 @@ _HOMES = {
     "AcceleratedModel": "vit_compile.models.accelerate",
     "SKIP_CODES": "vit_compile.stats",
     "BackendOptions": "vit_compile.options",
+    "CacheReport": "vit_compile.runtime.saved_cache",
     "CallRecord": "vit_compile.stats",
     "EncoderConfig": "vit_compile.runtime.config",
     "EncoderCudaGraphManager": "vit_compile.runtime.manager",
@@ -43,6 +45,8 @@ _HOMES = {
     "encoder_for": "vit_compile.models.accelerate",
     "errors": "vit_compile",
     "last_call": "vit_compile.stats",
+    "load_cache": "vit_compile.runtime.saved_cache",
+    "save_cache": "vit_compile.runtime.saved_cache",
     "varlen_attention": "vit_compile.attention.varlen",
     "warmup": "vit_compile.backend.warmup",
 }
@@ -51,6 +55,7 @@ __all__ = [
     "SKIP_CODES",
     "AcceleratedModel",
     "BackendOptions",
+    "CacheReport",
     "CallRecord",
     "EncoderConfig",
     "EncoderCudaGraphManager",
@@ -65,6 +70,8 @@ __all__ = [
     "encoder_for",
     "errors",
     "last_call",
+    "load_cache",
+    "save_cache",
     "varlen_attention",
     "warmup",
 ]

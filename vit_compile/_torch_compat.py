@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType
@@ -44,12 +45,14 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "compile_inductor_piece",
+    "compiled_artifacts",
     "compile_plain",
     "fake_mode_of",
     "float_symbols",
     "guard_expressions",
     "is_static_input",
     "linear_epilogue",
+    "load_artifacts",
     "make_floats_constant",
     "mark_dynamic",
     "noting_generated_files",
@@ -225,12 +228,31 @@ def compile_inductor_piece(gm: fx.GraphModule, args: Sequence[Any], *, static: b
     # Padding of unaligned matrix products is decided by size, which would tie a piece for all sizes to some of them.
     with _quiet_artifacts(), inductor_config.patch(shape_padding=static):
         try:
-            return torch._inductor.standalone_compile(gm, list(args), dynamic_shapes=shapes)  # type: ignore[arg-type]
+            made = torch._inductor.standalone_compile(gm, list(args), dynamic_shapes=shapes)  # type: ignore[arg-type]
+            _compiled.add(made)
+            return made
         except Exception as error:  # the caches are an optimisation: retry without them before giving up
             if not re.search("artifact|cache", str(error), re.IGNORECASE):
                 raise
             with inductor_config.patch(force_disable_caches=True):
                 return torch._inductor.standalone_compile(gm, list(args), dynamic_shapes=shapes)  # type: ignore[arg-type]
+
+
+_compiled: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def compiled_artifacts() -> list[bytes]:
+    """What Inductor would keep in its caches for every piece that is alive (`CompiledArtifact._artifacts`), in no order.
+
+    A piece without an artefact (a lone convolution) gives none.
+    """
+    found = [getattr(made, "_artifacts", None) for made in list(_compiled)]
+    return [artifacts[0] for artifacts in found if artifacts is not None]
+
+
+def load_artifacts(artifacts: bytes) -> bool:
+    """Put a piece of `compiled_artifacts` into this machine's caches; False where torch cannot read it."""
+    return torch.compiler.load_cache_artifacts(artifacts) is not None
 
 
 def linear_epilogue(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, gelu: bool) -> torch.Tensor:

@@ -70,5 +70,6 @@ def test_graphs_are_recorded_with_the_chosen_kernel(monkeypatch: pytest.MonkeyPa
 def test_without_cuda_nothing_is_chosen(attention: str) -> None:
     """On a CPU the option has no effect, and the snapshot says that nothing was chosen."""
     config = EncoderConfig(mode="eager", attention=attention, token_budgets=(16,), max_items_per_batch=2)
-    with EncoderCudaGraphManager(PackedTable(PackedTower()), config, device="cpu", dtype=torch.float32) as manager:
+    with EncoderCudaGraphManager(PackedTable(PackedTower().eval()), config, device="cpu", dtype=torch.float32) as manager:
+        assert manager.is_captured()
         assert manager.snapshot()["attention"] == []

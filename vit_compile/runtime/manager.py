@@ -23,10 +23,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from vit_compile.attention.choice import KernelChoices
 from vit_compile.backend.cuda import seconds_captured
 from vit_compile.errors import InputError, ModalityError, OptionError, ProtocolError
+from vit_compile.runtime import known_costs
 from vit_compile.runtime.batches import NOT_CAPTURED, BatchRunner
 from vit_compile.runtime.capture_inputs import BudgetGraphMetadata, EncoderCudaGraphCaptureInputs
 from vit_compile.runtime.config import EncoderConfig
@@ -150,9 +152,7 @@ class EncoderCudaGraphManager:
                     verify=self.config.verify,
                 )
                 if self.config.packing == "cost":
-                    self._set.time_graphs()
-                    if self._set.recorder is not None:  # elsewhere a replay saves nothing, so eager is no rival
-                        eager = self._time_eager()
+                    eager = self._time(modules)
         except BaseException:
             self._set.drop()
             self._set.skips.clear()
@@ -208,10 +208,25 @@ class EncoderCudaGraphManager:
             made.nbytes = made.nbytes or sum(made.values[name].nbytes for name in keys)
         return made
 
-    def _time_eager(self) -> dict[str, EagerCost]:
+    def _time(self, modules: Sequence[nn.Module]) -> dict[str, EagerCost]:
+        """Time the graphs and eager runs, as far as no times were loaded for an encoder like this one."""
+        room = (self.ladders.max_items, self.ladders.max_frames)
+        name = known_costs.fingerprint(modules, self.config, self.device, self.dtype, room)
+        known = known_costs.loaded(name)
+        self._set.time_graphs(known.graphs)
+        eager: dict[str, EagerCost] = {}
+        if self._set.recorder is not None:  # elsewhere a replay saves nothing, so eager is no rival
+            eager = {path: EagerCost(*cost) for path, cost in known.eager.items() if path in self._paths}
+            eager |= self._time_eager([path for path in self._paths if path not in eager])
+        times = {graph.label: graph.predicted_ms for graph in self._set.graphs.values() if graph.predicted_ms is not None}
+        lines = {path: (cost.fixed_ms, cost.ms_per_token) for path, cost in eager.items()}
+        known_costs.note(name, known_costs.Costs(times, lines))
+        return eager
+
+    def _time_eager(self, paths: Sequence[str]) -> dict[str, EagerCost]:
         """An eager run at the smallest and at the largest captured budget of each path, and a line through the two."""
         found = {}
-        for path in self._paths:
+        for path in paths:
             graphs = sorted((g for k, g in self._set.graphs.items() if k.path == path), key=lambda g: g.key.token_budget)
             if not graphs:
                 continue
