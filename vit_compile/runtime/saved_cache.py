@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-import vit_compile
 from vit_compile import _torch_compat as compat
 from vit_compile.attention import choice
 from vit_compile.attention.choice import Choice
@@ -136,7 +135,7 @@ def _environment() -> dict[str, Any]:
     has_gpu = torch.cuda.is_available()
     return {
         "format": FORMAT,
-        "vit_compile": vit_compile.__version__,
+        "vit_compile": _version("vit_compile"),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": _version("triton"),
