@@ -469,7 +469,8 @@ def test_new_weights_are_used(change: Callable[[Any], None]) -> None:
         got = features(model)
         assert difference(got, features(twin)) <= TOLERANCE
         assert difference(got, old) > CLEARLY_WRONG
-        assert served(handle) == (4, {}, {})
+        hits = 2 if change is replaced_layer else 4  # with other modules the encoder is made anew, and counts from 0
+        assert served(handle) == (hits, {}, {})
 
 
 def test_threads() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.runtime.toys import PackedTable, captured, largest_difference, packed_reference, packed_request, packed_table
-from vit_compile.runtime.weights import WeightWatch, modules_of, tensors_of, train_mode
+from vit_compile.runtime.weights import WeightWatch, modules_of, settings_of, tensors_of, train_mode
 from vit_compile.stats import counters
 
 
@@ -326,3 +326,74 @@ def test_a_replaced_tensor_of_an_adapter_is_captured_anew() -> None:
     table.scale = torch.full((1,), 3.0)
     assert largest_difference(made.execute(request), [3 * w for w in want]) <= 1e-5
     assert made.snapshot()["recaptures"] == 1
+
+
+# --- settings of layers that somebody put in -----------------------------------------------------------------------------
+
+
+class Adapter(nn.Module):
+    """A layer beside another one, switched as peft's are; it counts its calls."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.side = layer, nn.Linear(layer.in_features, layer.out_features)
+        self.disabled, self.active, self.scaling, self.calls = False, ["default"], {"default": 1.0}, 0
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer, and what is beside it."""
+        self.calls += 1
+        out: torch.Tensor = self.layer(x)
+        return out if self.disabled else out + self.scaling[self.active[0]] * self.side(x)
+
+
+def adapted() -> nn.Sequential:
+    """A tower with one."""
+    return nn.Sequential(Adapter(nn.Linear(4, 4)), nn.Linear(4, 4)).eval()
+
+
+def watched(module: nn.Module) -> WeightWatch:
+    """As a manager does: settings before, runs, the watch after."""
+    before = settings_of([module])
+    for _ in range(3):
+        module(torch.zeros(2, 4))
+    return WeightWatch([module], settings=before)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("disabled", lambda layer: setattr(layer, "disabled", True)),
+        ("active", lambda layer: setattr(layer, "active", ["other"])),
+        ("active in place", lambda layer: layer.active.append("other")),
+        ("scaling in place", lambda layer: layer.scaling.update(default=0.5)),
+        ("taken away", lambda layer: delattr(layer, "disabled")),
+    ],
+)
+def test_a_switched_adapter_is_seen(name: str, change: Callable[[Any], Any]) -> None:
+    """A flag, a name or a scale that a graph has frozen, also where it is changed in place; a layer's own counter is none."""
+    module = adapted()
+    watch = watched(module)
+    module(torch.zeros(2, 4))
+    assert not watch.changed()
+    change(module[0])
+    assert watch.changed(), name
+
+
+def test_layers_of_the_libraries_have_no_settings() -> None:
+    """They would be thousands of attributes to compare before every call."""
+    assert settings_of([nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))]) == []
+    assert {name for _, name, _ in settings_of([adapted()])} > {"disabled", "active", "scaling", "calls"}
+
+
+def test_a_manager_captures_anew_for_a_switched_adapter() -> None:
+    """The features are those of the tower as it is switched, from new graphs, once."""
+    table = packed_table()
+    table.tower.qkv[0] = Adapter(table.tower.qkv[0]).eval()
+    request = packed_request([(1, 2, 2)])
+    with captured(table) as manager:
+        for disabled, recaptures in ((False, 0), (True, 1), (True, 1)):
+            table.tower.qkv[0].disabled = disabled
+            got = manager.execute(request)
+            assert largest_difference(got, packed_reference(table, request)) <= 1e-5
+            assert manager.snapshot()["recaptures"] == recaptures

@@ -7,18 +7,21 @@ import dataclasses
 import inspect
 import threading
 import types
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 
 from vit_compile.errors import GridError, InputError, ModelError, OptionError
 from vit_compile.models.architecture import Architecture
 from vit_compile.models.binding import Binding, Call, Unserved, floating_dtype
 from vit_compile.models.hf_attention import AttentionSwitch, encoding
 from vit_compile.models.registry import architecture_of
+from vit_compile.models.structure import Listeners, Structure
 from vit_compile.runtime.config import EncoderConfig
 from vit_compile.runtime.manager import EncoderCudaGraphManager
 from vit_compile.runtime.table import EncoderTable
@@ -59,8 +62,8 @@ def accelerate(
         The handle: `capture()`, `stats()`, `close()`, usable as a context manager that closes.
 
     Calls that the encoder does not answer go to the model's own code and are counted with a reason: gradients are wanted, train
-    mode, autocast, hidden states or attentions asked for, inputs that it refuses. A model that was moved or cast gets a new
-    encoder at its next call, with counts of its own.
+    mode, autocast, hidden states or attentions asked for, forward hooks inside of the tower, inputs that it refuses. A model that
+    was moved or cast, or whose tower has other modules than before, gets a new encoder at its next call, with counts of its own.
 
     Raises:
         ModelError: the model is not supported (the text lists what is), is accelerated already, or lies on several devices.
@@ -80,14 +83,20 @@ def encoder_for(
     Args:
         model, config, group, options: see `accelerate`.
 
-    The model's calls are not touched, and compute what they did.
+    The model's calls are not touched, and compute what they did. Its towers have config objects of the encoder's own, with the
+    same values, for as long as the manager lives. A tower or projector that is replaced on the model makes every further call
+    an error: make a new encoder.
 
     Raises:
         ModelError, OptionError, BudgetError: see `accelerate`.
     """
     table_options, made = _options(config, options)
     _check_untouched(model)
-    return _manager(_bind(architecture_of(model), model, None, table_options), made, group)
+    binding = _bind(architecture_of(model), model, None, table_options)
+    manager = _manager(binding, made, group)
+    manager.bound = Structure(model, modules_of(binding.table), inside=False)
+    weakref.finalize(manager, binding.undo).atexit = False
+    return manager
 
 
 def _options(config: EncoderConfig | None, options: Mapping[str, Any]) -> tuple[dict[str, Any], EncoderConfig]:
@@ -118,6 +127,8 @@ def _bind(row: Architecture, model: nn.Module, fields: str | None, options: Mapp
 
 
 def _check_untouched(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model is {type(model).__name__}: expected a torch module.")
     if any(isinstance(value, InstalledCall) for module in model.modules() for value in vars(module).values()):
         raise ModelError(f"{type(model).__name__} is accelerated already: close() the handle first.")
 
@@ -131,7 +142,7 @@ def _where(binding: Binding) -> tuple[torch.device, torch.dtype]:
     return devices.pop(), floating_dtype(modules[0])
 
 
-def _manager(binding: Binding, config: EncoderConfig, group: dist.ProcessGroup | None) -> EncoderCudaGraphManager:
+def _manager(binding: Binding, config: EncoderConfig, group: dist.ProcessGroup | None) -> TowerManager:
     try:
         device, dtype = _where(binding)
         return TowerManager(binding.table, config, device=device, dtype=dtype, group=group)
@@ -143,13 +154,18 @@ def _manager(binding: Binding, config: EncoderConfig, group: dist.ProcessGroup |
 class TowerManager(EncoderCudaGraphManager):
     """A manager in whose calls, and nowhere else, a tower's attention is switched, and autocast is off: a graph would keep it."""
 
+    bound: Structure | None = None
+    """Where its modules hang in a model that is not watched by a handle."""
+
     def capture(self, *, progress: bool = False) -> None:
         """See `EncoderCudaGraphManager`."""
         with encoding(), torch.autocast(self.device.type, enabled=False):
             super().capture(progress=progress)
 
     def execute(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """See `EncoderCudaGraphManager`."""
+        """See `EncoderCudaGraphManager`; a ModelError if the model has another tower or projector by now."""
+        if self.bound is not None and self.bound.changed():
+            raise ModelError("the model's tower or projector was replaced: make its encoder anew.")
         with encoding(), torch.autocast(self.device.type, enabled=False):
             return super().execute(mm_kwargs)
 
@@ -178,13 +194,15 @@ class AcceleratedModel:
         first_call: bool,
         group: dist.ProcessGroup | None,
     ) -> None:
+        _check_untouched(model)
         self.model, self.config, self.architecture = model, config, architecture_of(model)
         self._options, self._first_call, self._group = dict(table_options), first_call, group
         self._lock = threading.RLock()
         self._own_calls: dict[str, int] = {}
         self._installed: list[InstalledCall] = []
         self._closed = False
-        _check_untouched(model)
+        self._refused: str | None = None
+        """Why the model, as it was changed since, is not supported any more."""
         self._build()
 
     def _build(self) -> None:
@@ -192,6 +210,9 @@ class AcceleratedModel:
         self.manager = _manager(self._binding, self.config, self._group)
         self._device, self._dtype = self.manager.device, self.manager.dtype
         self._watched, self._data_dtypes = modules_of(self._binding.table), _data_dtypes(self._binding.table)
+        self._structure = Structure(self.model, self._watched)
+        called = [call.owner for call in self._binding.calls if call.method == "forward"]
+        self._listeners = Listeners(self._watched, called)
         self._installed = [InstalledCall(self, call) for call in self._binding.calls]
         for installed in self._installed:
             installed.install()
@@ -224,6 +245,9 @@ class AcceleratedModel:
             self._follow()
             if self._binding.encode is None:
                 raise ModelError(f"{self.architecture.name} takes what its processor makes: call the model.")
+            why = self._more_outputs() or self._listening()
+            if why is not None:
+                raise ModelError(f"encode gives last_hidden_state and pooler_output, and runs no hooks: {why[1]}.")
             with torch.autocast(self._device.type, enabled=False):
                 return self._binding.encode(self._execute, images)
 
@@ -236,6 +260,8 @@ class AcceleratedModel:
     def _check_open(self) -> None:
         if self._closed:
             raise ModelError("the handle is closed: accelerate() the model again.")
+        if self._refused is not None:
+            raise ModelError(f"the model was changed, and is not supported any more: {self._refused}")
 
     def _take_out(self) -> None:
         for installed in self._installed:
@@ -277,17 +303,30 @@ class AcceleratedModel:
         return self.manager.execute(cast)
 
     def _follow(self) -> bool:
-        """The model may have been moved or cast: its encoder is made anew then, captured if it was. Was it?"""
+        """The model may have been moved, cast, or given other modules: its encoder is made anew then, captured if it was. Was it?
+
+        A model that is not supported any more has its own calls back.
+        """
         with self._lock:
-            tower = self._watched[0]
-            if next(tower.parameters()).device == self._device and floating_dtype(tower) == self._dtype:
+            if self._refused is not None or self._closed:
+                return False
+            if not self._moved() and not self._structure.changed():
                 return False
             captured = self.manager.is_captured()
             self._take_out()
-            self._build()
+            try:
+                self._build()
+            except ModelError as error:
+                self._refused = str(error)
+                self._own("unserved", f"the model was changed, and is not supported any more: {error}")
+                return True
             if captured:
                 self.manager.capture()
             return True
+
+    def _moved(self) -> bool:
+        tower = self._watched[0]
+        return next(tower.parameters()).device != self._device or floating_dtype(tower) != self._dtype
 
     def _own(self, reason: str, detail: str) -> None:
         """Count a call that the model's own code answers."""
@@ -307,13 +346,23 @@ class AcceleratedModel:
             weights = (weight for module in self._watched for weight in module.parameters())
             if any(tensor.requires_grad for tensor in tensors) or any(weight.requires_grad for weight in weights):
                 return "gradients", "gradients are enabled; use torch.inference_mode() or torch.no_grad()"
-        config = getattr(call.owner, "config", None)
-        for flag in ("output_hidden_states", "output_attentions"):
-            if getattr(config, flag, False):
-                return "more-outputs", f"config.{flag}"
-        if getattr(config, "return_dict", True) is False:
+        if any(_is_dual(value) for value in arguments.values()):
+            return "gradients", "forward-mode derivatives are wanted"
+        if getattr(getattr(call.owner, "config", None), "return_dict", True) is False:
             return "unserved", "config.return_dict=False"
+        return self._more_outputs(call.owner) or self._listening()
+
+    def _more_outputs(self, *owners: nn.Module) -> tuple[str, str] | None:
+        for module in (*owners, *self._watched):
+            config = getattr(module, "config", None)
+            for flag in ("output_hidden_states", "output_attentions"):
+                if getattr(config, flag, False):
+                    return "more-outputs", f"config.{flag}"
         return None
+
+    def _listening(self) -> tuple[str, str] | None:
+        where = self._listeners.found()
+        return None if where is None else ("hooks", where)
 
 
 class InstalledCall:
@@ -400,6 +449,11 @@ class InstalledCall:
     def __reduce__(self) -> Any:
         """Nor is a pickled one."""
         return getattr, (self.call.owner, self.call.method)
+
+
+def _is_dual(value: Any) -> bool:
+    """Does a tensor carry a forward-mode derivative?"""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and forward_ad.unpack_dual(value).tangent is not None
 
 
 def _short(value: Any) -> str:

@@ -183,14 +183,14 @@ class AttentionSwitch:
         register()
         self._everywhere = True
         own: dict[int, Any] = {}
-        self._switched: list[tuple[torch.nn.Module, Any]] = []
+        self._switched: list[tuple[torch.nn.Module, Any, Any]] = []
         for module in (module for tower in towers for module in tower.modules()):
             config = vars(module).get("config")
             if config is None or not hasattr(config, "_attn_implementation"):
                 continue
             if id(config) not in own:
                 own[id(config)] = _own_view(config, self)
-            self._switched.append((module, config))
+            self._switched.append((module, config, own[id(config)]))
             module.config = own[id(config)]
         if not self._switched:
             raise ModelError(f"{', '.join(type(tower).__name__ for tower in towers)} has no transformers config.")
@@ -205,9 +205,10 @@ class AttentionSwitch:
         return self._everywhere or _holder.encoding
 
     def undo(self) -> None:
-        """Give every module the config that it had."""
-        for module, config in self._switched:
-            module.config = config
+        """Give every module the config that it had, unless somebody has given it another one since."""
+        for module, config, view in self._switched:
+            if vars(module).get("config") is view:
+                module.config = config
         self._switched = []
 
 

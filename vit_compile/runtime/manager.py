@@ -27,7 +27,7 @@ from torch import nn
 
 from vit_compile.attention.choice import KernelChoices
 from vit_compile.backend.cuda import seconds_captured
-from vit_compile.errors import InputError, ModalityError, OptionError, ProtocolError
+from vit_compile.errors import BudgetError, InputError, ModalityError, OptionError, ProtocolError
 from vit_compile.runtime import known_costs
 from vit_compile.runtime.batches import NOT_CAPTURED, BatchRunner
 from vit_compile.runtime.capture_inputs import BudgetGraphMetadata, EncoderCudaGraphCaptureInputs
@@ -43,7 +43,7 @@ from vit_compile.runtime.protocol import SupportsDirectFill, SupportsEncoderCuda
 from vit_compile.runtime.statistics import EncoderStatistics
 from vit_compile.runtime.table import EncoderTable
 from vit_compile.runtime.table_encoder import TableEncoder
-from vit_compile.runtime.weights import WeightWatch, modules_of, tensors_of, train_mode
+from vit_compile.runtime.weights import WeightWatch, modules_of, settings_of, tensors_of, train_mode
 from vit_compile.stats import Skip, counters, logger, report_skip, skip_error
 
 
@@ -108,9 +108,19 @@ class EncoderCudaGraphManager:
         self._uncaptured = NOT_CAPTURED
         self._recapture_due = False
         self._idle_planner = self._new_planner()
+        self._check_reachable()
         self._parallel: DataParallel | None = None
         if group is not None:
             self._parallel = DataParallel(group, device=self.device, dtype=dtype, width=self.declaration.out_hidden_size)
+
+    def _check_reachable(self) -> None:
+        """A ladder on which no item fits would be an option without effect."""
+        asked = self.config.token_budgets is not None or self.config.path_token_budgets is not None
+        if asked and self.config.enabled and self.declaration.refusal is None and not self._reachable_keys():
+            budgets = sorted({budget for ladder in self.ladders.paths.values() for budget in ladder if budget})
+            raise BudgetError(
+                f"token_budgets={tuple(budgets)}: every item of this model is larger, so that no graph could be used."
+            )
 
     # --- life cycle --------------------------------------------------------------------------------------------------
 
@@ -140,7 +150,7 @@ class EncoderCudaGraphManager:
             self._uncaptured = Skip("train-mode", f"{training} is in train mode; call eval() before capture()")
             report_skip(self._uncaptured, strict=self.config.strict)
             return
-        keys = self._reachable_keys()
+        keys, settings = self._reachable_keys(), settings_of(modules)
         eager: dict[str, EagerCost] = {}
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -157,7 +167,7 @@ class EncoderCudaGraphManager:
             self._set.drop()
             self._set.skips.clear()
             raise
-        self._watch = WeightWatch(modules, tensors_of(self.model))
+        self._watch = WeightWatch(modules, tensors_of(self.model), settings)
         self._eager_costs = eager
         self._planner = self._new_planner(eager)
         for key, graph in self._set.graphs.items():

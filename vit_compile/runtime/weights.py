@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,6 +11,13 @@ import torch
 from torch import nn
 
 _IS_TRAINING = operator.attrgetter("training")
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_WITHOUT_SWITCHES = frozenset({"torch", "torchvision", "transformers", "transformers_modules", "timm"})
+"""Packages whose layers are not switched by attributes once they are built: they are not looked at, which would take long."""
+_PLAIN = (bool, int, float, str, type(None))
+_MISSING = object()
+
+Settings = list[tuple[dict[str, Any], str, Any]]
 
 
 def modules_of(model: Any) -> list[nn.Module]:
@@ -43,15 +51,51 @@ def _held(model: Any) -> Iterator[Any]:
             yield value
 
 
+def settings_of(modules: Iterable[nn.Module]) -> Settings:
+    """Plain attributes of layers that somebody has put into a tower: an adapter that can be switched off keeps a flag, a scale or
+    a name there, which a graph has frozen. (The attributes' home, name, a copy of the value.)"""
+    return [
+        (vars(module), name, copy.deepcopy(value))
+        for root in modules
+        for module in root.modules()
+        if type(module).__module__.partition(".")[0] not in _WITHOUT_SWITCHES
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE and _is_plain(value)
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN)
+
+
+def unchanged(settings: Settings) -> Settings:
+    """Those that still have their values."""
+    return [(home, name, value) for home, name, value in settings if home.get(name, _MISSING) == value]
+
+
 class WeightWatch:
     """What the modules consisted of when their graphs were recorded.
 
     Replaced parameters, buffers and submodules are seen (LoRA merges, `load_state_dict(assign=True)`, `.to()`), and so is new
     memory behind the same parameter. A change of values in place is none: the graphs read it. Costs tens of microseconds for a
     tower of 27 layers; nothing on the device is touched.
+
+    Args:
+        modules, tensors: see `modules_of` and `tensors_of`.
+        settings: of `settings_of` before the graphs were recorded; those that a run changes itself, like a counter, do not count.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        self._settings = unchanged(settings or [])
         self._homes: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._values: list[Any] = []
@@ -77,7 +121,9 @@ class WeightWatch:
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
 
     def changed(self) -> bool:
-        """Is any weight another object, or in other memory, than when this was made?"""
+        """Is any weight another object, or in other memory, or a setting another one, than when this was made?"""
+        if self._settings and len(unchanged(self._settings)) < len(self._settings):
+            return True
         # Over a thousand entries before every call: `map` keeps the loops in C.
         try:
             same = all(map(operator.is_, map(operator.getitem, self._homes, self._names), self._values))
