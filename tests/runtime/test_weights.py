@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.runtime import toys
 from tests.runtime.toys import PackedTable, captured, largest_difference, packed_reference, packed_request, packed_table
 from vit_compile.runtime.weights import WeightWatch, modules_of, settings_of, tensors_of, train_mode
 from vit_compile.stats import counters
@@ -397,3 +398,13 @@ def test_a_manager_captures_anew_for_a_switched_adapter() -> None:
             got = manager.execute(request)
             assert largest_difference(got, packed_reference(table, request)) <= 1e-5
             assert manager.snapshot()["recaptures"] == recaptures
+
+
+def test_what_a_model_notes_down_itself_is_no_change() -> None:
+    """A log that only its eager path writes: the call during which it grew is the model's own doing, and captures nothing."""
+    model = toys.HandWritten()
+    with captured(model, mode="eager", token_budgets=(4,)) as manager:
+        for count in (2, 9, 2, 9, 2):  # 9 is above the budget
+            manager.execute(toys.written_request([count]))
+        assert len(model.calls) >= 2
+        assert manager.snapshot()["recaptures"] == 0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 
-from vit_compile.errors import GridError, InputError, ModelError, OptionError
+from vit_compile.errors import BudgetError, GridError, InputError, ModelError, OptionError
 from vit_compile.models.architecture import Architecture
 from vit_compile.models.binding import Binding, Call, Unserved, floating_dtype
 from vit_compile.models.hf_attention import AttentionSwitch, encoding
@@ -145,7 +145,11 @@ def _where(binding: Binding) -> tuple[torch.device, torch.dtype]:
 def _manager(binding: Binding, config: EncoderConfig, group: dist.ProcessGroup | None) -> TowerManager:
     try:
         device, dtype = _where(binding)
-        return TowerManager(binding.table, config, device=device, dtype=dtype, group=group)
+        manager = TowerManager(binding.table, config, device=device, dtype=dtype, group=group)
+        asked = config.token_budgets is not None or config.path_token_budgets is not None
+        if asked and config.enabled and manager.get_num_graphs_to_capture() == 0:
+            raise BudgetError("every item of this model is larger than the largest budget: no graph could be used.")
+        return manager
     except BaseException:
         binding.undo()
         raise

@@ -27,7 +27,7 @@ from torch import nn
 
 from vit_compile.attention.choice import KernelChoices
 from vit_compile.backend.cuda import seconds_captured
-from vit_compile.errors import BudgetError, InputError, ModalityError, OptionError, ProtocolError
+from vit_compile.errors import InputError, ModalityError, OptionError, ProtocolError
 from vit_compile.runtime import known_costs
 from vit_compile.runtime.batches import NOT_CAPTURED, BatchRunner
 from vit_compile.runtime.capture_inputs import BudgetGraphMetadata, EncoderCudaGraphCaptureInputs
@@ -108,19 +108,9 @@ class EncoderCudaGraphManager:
         self._uncaptured = NOT_CAPTURED
         self._recapture_due = False
         self._idle_planner = self._new_planner()
-        self._check_reachable()
         self._parallel: DataParallel | None = None
         if group is not None:
             self._parallel = DataParallel(group, device=self.device, dtype=dtype, width=self.declaration.out_hidden_size)
-
-    def _check_reachable(self) -> None:
-        """A ladder on which no item fits would be an option without effect."""
-        asked = self.config.token_budgets is not None or self.config.path_token_budgets is not None
-        if asked and self.config.enabled and self.declaration.refusal is None and not self._reachable_keys():
-            budgets = sorted({budget for ladder in self.ladders.paths.values() for budget in ladder if budget})
-            raise BudgetError(
-                f"token_budgets={tuple(budgets)}: every item of this model is larger, so that no graph could be used."
-            )
 
     # --- life cycle --------------------------------------------------------------------------------------------------
 
@@ -360,6 +350,8 @@ class EncoderCudaGraphManager:
             finally:
                 if recorder is not None:
                     recorder.after_replay()
+                if self._watch is not None:
+                    self._watch.forget_own_changes()
                 if self._runner.refused and self._planner is not None:
                     self._planner = self._new_planner(self._eager_costs)
                 self._runner.refused = False

@@ -135,6 +135,11 @@ class WeightWatch:
             or list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers
         )
 
+    def forget_own_changes(self) -> None:
+        """After a call: a setting that the model itself changes when it runs, such as a log of its calls, is not the user's."""
+        if self._settings:
+            self._settings = unchanged(self._settings)
+
     def is_for(self, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor] | None = None) -> bool:
         """Was it made for these very modules and tensors?"""
         loose = tensors or {}
