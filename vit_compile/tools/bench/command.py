@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vit_compile.tools.bench.ranks import Ranks
-    from vit_compile.tools.bench.results import Row
+    from vit_compile.tools.bench.results import Result, Row
     from vit_compile.tools.bench.settings import BenchSettings
 
 EXIT_DIFFERENT = 1
@@ -144,14 +144,25 @@ def _measure(settings: BenchSettings, ranks: Ranks, out_dir: Path, name: str | N
     first = ranks.rank == 0
     if first:
         runs.check_writable(out_dir)
-    result = job.run(settings, ranks, command=_command(ranks), progress=_say if first else (lambda rows: None))
+
+    def progress(rows: Sequence[Row], so_far: Result) -> None:
+        _say(rows)
+        base = _base(so_far, out_dir, name)
+        results.write_json(so_far, base.with_name(base.name + ".json"))
+
+    result = job.run(settings, ranks, command=_command(ranks), **({"progress": progress} if first else {}))
     if first:
         table.print_result(result)
-        base = out_dir / (name or report.file_name(result))
-        results.write_json(result, base.with_name(base.name + ".json"))
-        for path in report.write(result, base):
+        for path in report.write(result, _base(result, out_dir, name)):
             print(path)
     return bool(result.failures)
+
+
+def _base(result: Result, out_dir: Path, name: str | None) -> Path:
+    """Where the files go, without their suffixes."""
+    from vit_compile.tools.bench import report
+
+    return out_dir / (name or report.file_name(result))
 
 
 def _say(rows: Sequence[Row]) -> None:

@@ -18,18 +18,18 @@ from vit_compile.tools.bench.checking import references
 from vit_compile.tools.bench.environment import device_name, environment
 from vit_compile.tools.bench.flops import formula_for
 from vit_compile.tools.bench.measure import Bench, measure
-from vit_compile.tools.bench.peer import PeerSpec, Setup
+from vit_compile.tools.bench.peer import Setup
 from vit_compile.tools.bench.ranks import Ranks
 from vit_compile.tools.bench.results import Result, Row
 from vit_compile.tools.bench.settings import BenchSettings
 from vit_compile.tools.bench.towers import Tower, load_tower
 from vit_compile.tools.bench.workload import Pixels, item_grids
 
-Progress = Callable[[Sequence[Row]], None]
-"""Called with the rows of each peer."""
+Progress = Callable[[Sequence[Row], Result], None]
+"""Called with the rows of each peer, and the result so far: a run that is cut off has lost one peer, not all of them."""
 
 
-def run(settings: BenchSettings, ranks: Ranks, *, command: str, progress: Progress = lambda rows: None) -> Result:
+def run(settings: BenchSettings, ranks: Ranks, *, command: str, progress: Progress = lambda rows, so_far: None) -> Result:
     """Measure everything that the settings ask for. With ranks, every one calls this alike.
 
     Raises:
@@ -49,23 +49,20 @@ def run(settings: BenchSettings, ranks: Ranks, *, command: str, progress: Progre
     traffic = traffic_for(settings, tower.geometry)
     with torch.no_grad():
         bench = _bench(settings, ranks, tower, traffic)
-    return Result(
+    result = Result(
         command=command,
         environment=environment(device, ranks=ranks.size),
         tower=_described(tower),
         traffic=_traffic(bench),
         settings=_plain(settings),
         tolerance=settings.allowed_difference,
-        rows=_rows(bench, specs, progress),
+        rows=[],
     )
-
-
-def _rows(bench: Bench, specs: Sequence[PeerSpec], progress: Progress) -> list[Row]:
-    rows: list[Row] = []
     for spec in specs:
-        rows += (found := measure(bench, spec))
-        progress(found)
-    return rows
+        found = measure(bench, spec)
+        result = replace(result, rows=[*result.rows, *found])
+        progress(found, result)
+    return result
 
 
 def _bench(settings: BenchSettings, ranks: Ranks, tower: Tower, traffic: Traffic) -> Bench:
