@@ -309,6 +309,34 @@ def test_newlines_and_separators_show(parameter: str) -> None:
     assert parity.difference(got, family.by_hand(model, request, TWO_OF_EACH)) <= parity.TOLERANCE
 
 
+@pytest.mark.parametrize("name", IN_TRANSFORMERS)
+def test_another_assembly_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole images are compared with `get_image_features`, which `accelerate` leaves to the model."""
+    model = FAMILIES[name].build()
+    kind = type(model.model)
+    real = kind.get_image_features
+
+    def features(*args: Any, **more: Any) -> Any:
+        output = real(*args, **more)
+        output.pooler_output = [torch.cat([feature[-1:], feature[:-1]]) for feature in output.pooler_output]
+        return output
+
+    monkeypatch.setattr(kind, "get_image_features", features)
+    with pytest.raises(ModelError, match="something else"):
+        encoder_for(model)
+    assert not any("get_rel_pos" in vars(module) for module in model.modules())
+    accelerate(model).close()
+
+
+def test_an_encoder_that_looks_at_its_pixels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published second encoder gets embeddings in their place."""
+    model = build_published()
+    real = published.VitModel.forward
+    monkeypatch.setattr(published.VitModel, "forward", lambda self, x, embeds: real(self, x, embeds) + x.mean())
+    with pytest.raises(ModelError, match="something else"):
+        accelerate(model)
+
+
 # --- graphs and no graphs --------------------------------------------------------------------------------------------
 
 
@@ -658,7 +686,8 @@ def test_two_encoders_of_one_model() -> None:
 def test_no_forward_touches_the_host(name: str) -> None:
     """On another device than the host's, no operation of a forward has a tensor of the host, which no graph may copy."""
     model = FAMILIES[name].build()
-    table: Any = manager(name, model).model.table
+    made = manager(name, model)  # which gives the attention its methods back when it is gone
+    table: Any = made.model.table
     model.to("meta")
     for path, tiles in table.tiles.items():
         values = {key: torch.zeros(2, *shape, device="meta") for key, shape in tiles.shapes.items()}

@@ -15,7 +15,7 @@ from tests.models import parity
 from tests.models.parity import no_positions, one_segment
 from tests.runtime.toys import captured
 from vit_compile.errors import GridError, InputError, ModelError
-from vit_compile.models.accelerate import encoder_for
+from vit_compile.models.accelerate import accelerate, encoder_for
 from vit_compile.models.gemma4 import Gemma4Table, bind, grid_positions
 from vit_compile.models.registry import architecture_of
 from vit_compile.stats import counters
@@ -438,6 +438,24 @@ def test_towers_without_pooling_are_refused() -> None:
     tower = build(pooling_kernel_size=1).model.vision_tower
     with pytest.raises(ModelError, match="pooling_kernel_size=1"):
         Gemma4Table(tower)
+
+
+@pytest.mark.parametrize("part", ["encoder", ""])
+def test_another_tower_is_refused(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes something else is not entered by its parts."""
+    own = build()
+    kind = type(own.model.vision_tower.get_submodule(part))
+    real = kind.forward
+
+    def forward(*args: Any, **more: Any) -> Any:
+        output = real(*args, **more)
+        output.last_hidden_state = 1.5 * output.last_hidden_state
+        return output
+
+    monkeypatch.setattr(kind, "forward", forward)
+    for start in (accelerate, encoder_for):
+        with pytest.raises(ModelError, match="something else"):
+            start(own)
 
 
 def test_frames_of_a_clip() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.models import parity
 from tests.models.parity import CLEARLY_WRONG, TOLERANCE, one_segment
@@ -168,6 +170,7 @@ def test_images_of_other_dtypes() -> None:
     want = alone(reference, [image.float() for image in images], asked=True)
     assert parity.difference(handle.encode(images), want) <= TOLERANCE
     assert handle.encode([]) == []
+    assert handle.encode(torch.zeros(0, 3, 56, 56)) == []
     batch = torch.stack(pictures([(28, 42), (28, 42)]))
     assert parity.difference(handle.encode(batch), alone(reference, list(batch), asked=True)) <= TOLERANCE
 
@@ -258,6 +261,24 @@ def test_tuples_by_config_are_the_models_own(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(model.config, "return_dict", False)
     assert parity.difference(handle.model(images), reference(images)) <= TOLERANCE
     assert parity.served(handle) == (0, {}, {"unserved": 1})
+
+
+@torch.no_grad()
+@every_tower
+def test_packed_images_do_not_depend_on_return_dict(build: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Towers whose config asks for tuples, before and after they are bound: `encode` gives what it gave, `forward` is theirs."""
+    images = pictures([(28, 84), (42, 42)])
+    want = alone(eager(build), images, asked=build in ASKED)
+    tuples = copy.deepcopy(untouched(build))
+    tuples.config.return_dict = False
+    for handle in (clean(build), accelerate(tuples, mode="eager", packing="greedy", **OPTIONS)):
+        monkeypatch.setattr(handle.model.config, "return_dict", False)
+        assert parity.difference(handle.encode(images), want) <= TOLERANCE
+        assert parity.served(handle) == (2, {}, {})
+        assert handle.model.config.return_dict is False
+        if build in ASKED:  # the others' own forward fails without it
+            assert isinstance(handle.model(torch.stack(pictures([(56, 56)]))), tuple)
+            assert parity.served(handle)[2] == {"unserved": 1}
 
 
 def whole_clip() -> Any:
@@ -566,6 +587,143 @@ def test_towers_of_another_layout_are_refused() -> None:
         accelerate(model)
     with pytest.raises(ModelError, match="only square tables"):
         accelerate(parity.seeded(functools.partial(vit, image_size=(56, 84))))
+
+
+# --- layers that are read and not called -----------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """Around a layer, as LoRA is: its weights are those of the layer, and its forward gives something else."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in ("layer", "_modules") else getattr(self.layer, name)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return 1.5 * self.layer(*args)
+
+
+def wrapped(model: nn.Module, path: str) -> None:
+    """Another module in the layer's place."""
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, Adapted(model.get_submodule(path)).eval())
+
+
+def subclassed(model: nn.Module, path: str) -> None:
+    """Another forward of the layer's class."""
+    layer: Any = model.get_submodule(path)
+    kind = type(layer)
+    layer.__class__ = type(kind.__name__, (kind,), {"forward": lambda self, *args: 1.5 * kind.forward(self, *args)})
+
+
+def with_its_own_forward(model: nn.Module, path: str) -> None:
+    """Another forward on the layer alone."""
+    layer: Any = model.get_submodule(path)
+    layer.forward = lambda *args: 1.5 * type(layer).forward(layer, *args)
+
+
+def hooked(model: nn.Module, path: str) -> None:
+    """A hook behind the forward."""
+    model.get_submodule(path).register_forward_hook(lambda layer, args, output: 1.5 * output)
+
+
+READ = [
+    *[(build, "embeddings.patch_embeddings.projection") for build in (dinov2, registers, vit)],
+    (dinov3, "embeddings.patch_embeddings"),
+    *[(build, f"embeddings.{name}_embedding") for build in (siglip, clip) for name in ("patch", "position")],
+]
+read_layers = pytest.mark.parametrize(
+    ("build", "path"), READ, ids=lambda value: value if isinstance(value, str) else by_name(value)
+)
+
+
+@pytest.mark.parametrize("change", [wrapped, subclassed, with_its_own_forward, hooked], ids=by_name)
+@read_layers
+def test_layers_with_another_forward_are_refused(build: Builder, path: str, change: Callable[[nn.Module, str], None]) -> None:
+    """Their weights alone would give the numbers of a model without it."""
+    model = copy.deepcopy(untouched(build))
+    change(model, path)
+    with pytest.raises(ModelError, match=r"plain nn\.|a forward of its own|has forward hooks"):
+        accelerate(model)
+    assert type(model.config) is type(untouched(build).config)
+
+
+@torch.no_grad()
+@read_layers
+def test_layers_that_are_wrapped_later(build: Builder, path: str) -> None:
+    """An error, or the numbers of the model with the wrapper; never those without."""
+    model, images = copy.deepcopy(untouched(build)), pictures([(56, 56), (56, 56)])
+    made = encoder_for(copy.deepcopy(model), mode="eager", packing="greedy", **OPTIONS)
+    made.capture()
+    packed = pack(images, PATCH, prefix_tokens=PREFIX[build])
+    made.execute({PIXELS: packed["patches"], GRIDS: packed["grids"]})
+    table: Any = made.model.table
+    wrapped(table.tower, path)
+    with pytest.raises(ModelError, match="stands in the place of a plain"):
+        made.execute({PIXELS: packed["patches"], GRIDS: packed["grids"]})
+    reference = parity.eager_copy(model)
+    wrapped(reference, path)
+    with parity.accelerated(model, **OPTIONS) as handle:
+        before = model(torch.stack(images))
+        wrapped(model, path)
+        got = model(torch.stack(images))
+        assert parity.difference(got, reference(torch.stack(images))) <= TOLERANCE
+        assert parity.difference(got, before) > CLEARLY_WRONG
+        with pytest.raises(ModelError, match="stands in the place of a plain"):
+            handle.encode(images)
+
+
+def test_layers_that_are_only_placed_on_a_device() -> None:
+    """`device_map` over several devices gives every layer a forward that moves its inputs: that is no other forward."""
+    model, images = copy.deepcopy(untouched(clip)), pictures([(56, 56)])
+    for layer in (model.embeddings.patch_embedding, model.embeddings.position_embedding):
+        layer._hf_hook, layer._old_forward = type("AlignDevicesHook", (), {})(), layer.forward
+        layer.forward = functools.partial(lambda self, *args: self._old_forward(*args), layer)
+    with parity.accelerated(model, **OPTIONS) as handle:
+        assert parity.difference(handle.encode(images), alone(eager(clip), images, asked=True)) <= TOLERANCE
+    layer._old_forward = types.MethodType(lambda self, *args: 1.5 * type(self).forward(self, *args), layer)
+    with pytest.raises(ModelError, match="a forward of its own"):
+        accelerate(model)
+
+
+@every_tower
+def test_another_tower_is_refused(build: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes something else is not entered by its parts, and has its config back."""
+    model = copy.deepcopy(untouched(build))
+    kind = type(model.embeddings)
+    real = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args, **more: real(*args, **more).abs())
+    for start in (accelerate, encoder_for):
+        with pytest.raises(ModelError, match="something else"):
+            start(model)
+    assert type(model.config) is type(untouched(build).config)
+
+
+def test_another_pooled_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only the tower's own forward has it."""
+    model = parity.seeded(clip)
+    real = type(model).forward
+
+    def forward(*args: Any, **more: Any) -> Any:
+        output = real(*args, **more)
+        output.pooler_output = 1.5 * output.pooler_output
+        return output
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    with pytest.raises(ModelError, match="something else"):
+        accelerate(model)
+
+
+def test_train_mode_is_not_compared() -> None:
+    """With dropout two runs differ; once in eval mode, the model is served."""
+    model, images = parity.seeded(functools.partial(dinov2, hidden_dropout_prob=0.5)), pictures([(56, 56)])
+    want = alone(parity.eager_copy(model), images, asked=False)
+    with accelerate(model.train(), mode="eager", packing="greedy", **OPTIONS) as handle:
+        model.eval()
+        assert parity.difference(handle.encode(images), want) <= TOLERANCE
 
 
 @every_tower

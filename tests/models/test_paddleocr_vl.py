@@ -14,9 +14,9 @@ import torch
 
 from tests.models import parity
 from tests.models.parity import as_it_is, no_positions, one_segment, raster_order
-from vit_compile.errors import GridError, InputError, OptionError
+from vit_compile.errors import GridError, InputError, ModelError, OptionError
 from vit_compile.models import paddleocr_vl
-from vit_compile.models.accelerate import AcceleratedModel, encoder_for
+from vit_compile.models.accelerate import AcceleratedModel, accelerate, encoder_for
 from vit_compile.models.paddleocr_vl import PaddleOCRTable
 from vit_compile.stats import counters
 
@@ -311,3 +311,26 @@ def test_wrong_metadata_shows(spoil: Callable[[dict[str, Any]], dict[str, Any]],
         difference = parity.difference(features, alone(grids, data))
         assert manager.snapshot()["graph_hits"] == 3
     assert difference <= parity.TOLERANCE if spoil is as_it_is else difference > parity.CLEARLY_WRONG
+
+
+def test_another_projector_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers are called one by one: one that computes something else is refused, where it is used."""
+    own = parity.seeded(build)
+    kind = type(own.model.projector)
+    real = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args, **more: 1.5 * real(*args, **more))
+    for start in (accelerate, encoder_for):
+        with pytest.raises(ModelError, match="something else"):
+            start(own)
+    encoder_for(own.model.visual).clear()
+
+
+def test_another_tower_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions that it makes itself are not those that it is given."""
+    own = parity.seeded(build)
+    made = paddleocr_vl.PaddleOCRTable._tower_metadata
+    monkeypatch.setattr(
+        PaddleOCRTable, "_tower_metadata", lambda *args: {**made(*args), "interp_weights": 2 * made(*args)["interp_weights"]}
+    )
+    with pytest.raises(ModelError, match="something else"):
+        accelerate(own)

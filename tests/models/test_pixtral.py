@@ -17,7 +17,7 @@ from tests.models import parity
 from tests.models.parity import as_it_is, no_positions, one_segment, raster_order
 from vit_compile.errors import GridError, InputError, ModelError, OptionError
 from vit_compile.models import pixtral
-from vit_compile.models.accelerate import AcceleratedModel, encoder_for
+from vit_compile.models.accelerate import AcceleratedModel, accelerate, encoder_for
 from vit_compile.models.pixtral import PixtralTable, pack
 from vit_compile.stats import counters
 
@@ -328,6 +328,51 @@ def test_another_tower_is_refused() -> None:
     )
     with pytest.raises(ModelError, match="something else"):
         encoder_for(own)
+
+
+class Adapted(torch.nn.Module):
+    """Around a convolution, as LoRA is."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in ("layer", "_modules") else getattr(self.layer, name)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x).abs()
+
+
+@by_name
+def test_a_wrapped_convolution_is_refused(build: Builder) -> None:
+    """It is read and not called: at the start, and when it is wrapped later."""
+    own, request = parity.seeded(build), {"pixel_values": images([(16, 24)]), "image_sizes": [(16, 24)]}
+    made = encoder_for(own, mode="eager", packing="greedy", **options(build))
+    made.execute(request)
+    tower = own.model.vision_tower
+    tower.patch_conv = Adapted(tower.patch_conv).eval()
+    with pytest.raises(ModelError, match=r"stands in the place of a plain nn\.Conv2d"):
+        made.execute(request)
+    made.clear()
+    for start in (accelerate, encoder_for):
+        with pytest.raises(ModelError, match=r"stands in the place of a plain nn\.Conv2d"):
+            start(own)
+
+
+@torch.no_grad()
+@by_name
+def test_a_convolution_that_is_wrapped_later(build: Builder) -> None:
+    """Behind `accelerate`: the model's numbers with the wrapper."""
+    own, sizes = parity.seeded(build), CASES["one image"]
+    with parity.accelerated(own, **options(build)):
+        before = together(own, sizes, images(sizes))
+        other = parity.eager_copy(own)
+        for one in (own, other):
+            one.model.vision_tower.patch_conv = Adapted(one.model.vision_tower.patch_conv).eval()
+        got = together(own, sizes, images(sizes))
+        assert largest_difference(got, together(other, sizes, images(sizes))) <= parity.TOLERANCE
+        assert largest_difference(got, before) > parity.CLEARLY_WRONG
 
 
 @by_name

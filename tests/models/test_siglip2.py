@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.models import parity
 from tests.runtime.toys import captured
 from vit_compile.errors import InputError, ModelError
-from vit_compile.models.accelerate import encoder_for
+from vit_compile.models.accelerate import accelerate, encoder_for
 from vit_compile.models.registry import architecture_of
 from vit_compile.models.siglip2 import Siglip2Table, bind
 from vit_compile.stats import counters
@@ -367,6 +368,51 @@ def test_wrong_requests_are_refused(change: dict[str, Any], words: str) -> None:
     """Sizes and masks that do not agree, sizes that are none, shapes that do not fit."""
     with pytest.raises(InputError, match=words):
         encoder("tokens").execute({**padded([(4, 6)]), **change})
+
+
+@pytest.mark.parametrize("part", ["embeddings", "head"])
+def test_another_tower_is_refused(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes something else is not entered by its parts; a head that nobody reads does not matter."""
+    whole = build()
+    kind = type(whole.vision_model.get_submodule(part))
+    real = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args, **more: 1.5 * real(*args, **more))
+    for start in (accelerate, encoder_for):
+        with pytest.raises(ModelError, match="something else"):
+            start(whole)
+    if part == "head":
+        encoder_for(whole.vision_model).clear()
+
+
+class Adapted(nn.Module):
+    """Around a layer, as LoRA is."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in ("layer", "_modules") else getattr(self.layer, name)
+
+    def forward(self, *args: Any, **more: Any) -> Any:
+        return self.layer(*args, **more)
+
+
+@pytest.mark.parametrize("path", ["embeddings.position_embedding", "head.attention"])
+def test_wrapped_layers_are_refused(path: str) -> None:
+    """Layers whose weights are read and that are not called: at the start, and when they are wrapped later."""
+    whole, inputs = build(), padded([(3, 7)])
+    made = encoder_for(whole, mode="eager", packing="greedy", **OPTIONS)
+    made.execute(inputs)
+    parent, _, name = path.rpartition(".")
+    owner = whole.vision_model.get_submodule(parent)
+    setattr(owner, name, Adapted(getattr(owner, name)).eval())
+    with pytest.raises(ModelError, match="stands in the place of a plain"):
+        made.execute(inputs)
+    made.clear()
+    for start in (accelerate, encoder_for):
+        with pytest.raises(ModelError, match="stands in the place of a plain"):
+            start(whole)
 
 
 def test_no_images_is_no_request() -> None:

@@ -199,12 +199,46 @@ def test_transposed_positions_show() -> None:
     model, made, request = build_step3p7(), served("step3p7"), FAMILIES["step3p7"].request([0])
     real = torch.cartesian_prod
     with mock.patch.object(torch, "cartesian_prod", lambda *axes: real(*axes).flip(1)):
-        with pytest.raises(ModelError, match="another one than in the tested versions"):
+        with pytest.raises(ModelError, match="something else"):
             encoder_for(model)
         with torch.no_grad():
             got = made.model.encoder_eager_forward(request, GLOBAL)
     want = FAMILIES["step3p7"].by_hand(reference("step3p7"), request)[0]
     assert parity.difference(got, want) > parity.CLEARLY_WRONG
+
+
+def test_another_tower_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step3.7: what computes something else is not entered by its parts."""
+    model = build_step3p7()
+    kind = type(model.model.vision_model)
+    real = kind.forward
+
+    def forward(*args: Any, **more: Any) -> Any:
+        output = real(*args, **more)
+        output.last_hidden_state = 1.5 * output.last_hidden_state
+        return output
+
+    monkeypatch.setattr(kind, "forward", forward)
+    for start in (accelerate, encoder_for):
+        with pytest.raises(ModelError, match="something else"):
+            start(model)
+
+
+def test_another_assembly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step3.7: whole images are compared with `get_image_features`, which `accelerate` leaves to the model."""
+    model = build_step3p7()
+    kind = type(model.model)
+    real = kind.get_image_features
+
+    def features(*args: Any, **more: Any) -> Any:
+        output = real(*args, **more)
+        output.pooler_output = [feature.flip(0) for feature in output.pooler_output]
+        return output
+
+    monkeypatch.setattr(kind, "get_image_features", features)
+    with pytest.raises(ModelError, match="something else"):
+        encoder_for(model)
+    accelerate(model).close()
 
 
 # --- graphs and no graphs --------------------------------------------------------------------------------------------

@@ -273,6 +273,17 @@ def test_other_models_are_refused() -> None:
             handle.encode(pictures([(28, 28)]))
 
 
+@pytest.mark.parametrize("part", ["patch_embed", "block", "attention"])
+def test_a_subclass_is_refused(part: str) -> None:
+    """A class of somebody else's may compute something else, whatever it is called."""
+    model = copy.deepcopy(untouched("class token"))
+    block = model.blocks[0]
+    layer = {"patch_embed": model.patch_embed, "block": block, "attention": block.attn}[part]
+    layer.__class__ = type(type(layer).__name__, (type(layer),), {})
+    with pytest.raises(ModelError, match="VisionTransformer"):
+        accelerate(model)
+
+
 def test_which_models_are_timm() -> None:
     """Found by class and module, without an import of timm."""
 

@@ -134,6 +134,35 @@ def floating_dtype(module: nn.Module) -> torch.dtype:
     raise ModelError(f"{type(module).__name__} has no floating-point weights.")
 
 
+def plain_layer(layer: Any, *kinds: type[nn.Module]) -> nn.Module:
+    """A layer that an adapter reads the weights of, and does not call: so it has to be what its class says, and nothing more.
+
+    Args:
+        layer: the layer; returned.
+        kinds: classes that it may have. No others: subclasses and wrappers (LoRA) have a forward of their own.
+
+    Raises:
+        ModelError: it is of another class, has a forward of its own, or forward hooks.
+    """
+    wanted = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
+    if type(layer) not in kinds:
+        found = f"a {type(layer).__module__}.{type(layer).__name__} stands in the place of a plain {wanted}"
+    elif "forward" in vars(layer) and not _is_placed(layer):
+        found = f"a {wanted} has a forward of its own"
+    elif layer._forward_hooks or layer._forward_pre_hooks:
+        found = f"a {wanted} has forward hooks"
+    else:
+        plain: nn.Module = layer
+        return plain
+    raise ModelError(f"{found}: the adapter reads its weights and does not call it. Merge or remove what was put around it.")
+
+
+def _is_placed(layer: nn.Module) -> bool:
+    """Does the forward in its place only move inputs to the layer's device, as `device_map` of transformers makes it do?"""
+    hook, inner = vars(layer).get("_hf_hook"), vars(layer).get("_old_forward")
+    return type(hook).__name__ == "AlignDevicesHook" and getattr(inner, "__func__", None) is type(layer).forward
+
+
 def check_reentry(tower: nn.Module, got: torch.Tensor, want: torch.Tensor) -> None:
     """An adapter that enters a tower through its parts computes what the tower's own forward computes.
 

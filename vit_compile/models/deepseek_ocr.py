@@ -27,7 +27,8 @@ from torch import nn
 
 from vit_compile.errors import InputError, ModelError
 from vit_compile.models.architecture import Architecture
-from vit_compile.models.binding import Binding, find_module, original, owner_of
+from vit_compile.models.binding import Binding, check_reentry, find_module, original, owner_of
+from vit_compile.models.dense_table import comparable, noise
 from vit_compile.models.tiles import Tiles, on_one_tile
 from vit_compile.models.two_views import (
     GLOBAL,
@@ -37,6 +38,7 @@ from vit_compile.models.two_views import (
     SizedForward,
     TwoViewTable,
     bind_forwards,
+    check_whole,
     two_sizes,
     view_and_tile,
 )
@@ -262,6 +264,7 @@ def _bind(model: nn.Module, *towers: str, fields: str | None, shrink: tuple[int,
         if lines
         else SeparatedTable(view, tile, per_image=("num_local_patches",), **options)
     )
+    check_whole(table, owner, {"num_local_patches": [2], "patches_grid": [[2, 1]]} if lines else {"num_local_patches": [1]})
     return Binding(table=table, switch=RelativePositionsSwitch(tower))
 
 
@@ -332,6 +335,7 @@ def _published_calls(
         width=lambda output: int(output.shape[1]),
         takes=("x",),
     )
+    _check_batch_only(sam, clip, inputs[LOCAL][1])
     embedded = {}
     for path, (name, shape) in inputs.items():
         features = on_one_tile(lambda **pixels: run_sam(*pixels.values()), sam, {name: shape})
@@ -345,6 +349,15 @@ def _published_calls(
         refuse=_of_different_numbers,
     )
     return bind_forwards(low, high, **options)
+
+
+@torch.no_grad()
+def _check_batch_only(sam: nn.Module, clip: nn.Module, tile: tuple[int, ...]) -> None:
+    """Raise `ModelError` where the second encoder looks at its pixels, beside the embeddings of them."""
+    if comparable(clip):
+        pixels, run = noise(sam, 1, *tile), original(clip, "forward")
+        embeds = original(sam, "forward")(pixels)
+        check_reentry(clip, run(embeds, embeds), run(pixels, embeds))
 
 
 def _of_different_numbers(x: Any, embeds: torch.Tensor) -> str | None:

@@ -6,7 +6,8 @@ image's rows. The tower's blocks and norms are called as they are.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from vit_compile.backend.roles import Role
 from vit_compile.errors import GridError, InputError, ModelError
-from vit_compile.models.binding import Execute, Unserved, floating_dtype, original
+from vit_compile.models.binding import Execute, Unserved, check_reentry, floating_dtype, original, plain_layer
 from vit_compile.models.dense_positions import PositionTaps, mixed_positions
 from vit_compile.models.hf_attention import ATTENTION_NAME, AttentionSwitch, packed_segments
 from vit_compile.runtime.inputs import host_rows, same_device
@@ -61,7 +62,8 @@ def pack(
     for batch, (h, w), target in zip(batches, grids, rows.split(lengths), strict=True):
         whole = batch.to(rows.device)[:, :, : h * sides[0], : w * sides[1]]
         pixels = whole.unflatten(3, (w, sides[1])).unflatten(2, (h, sides[0])).permute(0, 2, 4, 1, 3, 5)
-        target.view(len(batch), -1, width)[:, prefix_tokens:].view(len(batch), h, w, channels, *sides).copy_(pixels)
+        patches = target.view(len(batch), prefix_tokens + h * w, width)[:, prefix_tokens:]
+        patches.view(len(batch), h, w, channels, *sides).copy_(pixels)
     return {
         "patches": rows,
         "grids": [grid for batch, grid in zip(batches, grids, strict=True) for _ in range(len(batch))],
@@ -83,6 +85,28 @@ def _grid(batch: torch.Tensor, patch: tuple[int, int], channels: int, number: in
             f"{patch[0]} x {patch[1]} pixels."
         )
     return height // patch[0], width // patch[1]
+
+
+def comparable(tower: nn.Module) -> bool:
+    """Can a tower be compared with its own forward? Not in train mode, which may be random, and not without values."""
+    return not tower.training and not any(parameter.is_meta for parameter in tower.parameters())
+
+
+def noise(tower: nn.Module, *shape: int) -> torch.Tensor:
+    """Seeded normal numbers on the tower's device, in its dtype: an example for comparisons."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    return values.to(next(tower.parameters()).device, floating_dtype(tower))
+
+
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Convolutions inside round as matrix products do: cuDNN multiplies in TF32, which is not to be taken for another tower."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
 
 
 class Replaced:
@@ -125,6 +149,8 @@ class PackedDenseTable(EncoderTable):
         self, tower: nn.Module, *, token_range: tuple[int, int] | None = None, segment_capacities: Sequence[int] = (1, 4)
     ) -> None:
         self.tower: Any = tower
+        for layer, kind in self.read_layers():
+            plain_layer(layer, kind)
         conv = self.convolution()
         if not _is_plain(conv):
             raise ModelError(f"the patch embedding of {type(tower).__name__} is not a plain convolution of patches.")
@@ -167,6 +193,10 @@ class PackedDenseTable(EncoderTable):
     def convolution(self) -> Any:
         """The patch embedding."""
         return self.tower.embeddings.patch_embeddings.projection
+
+    def read_layers(self) -> Sequence[tuple[Any, type[nn.Module]]]:
+        """Layers whose weights are read and that are not called, with the class that they must have."""
+        return ((self.convolution(), nn.Conv2d),)
 
     def positions(self) -> torch.Tensor | None:
         """The table of positions [before + rows * columns, E], if there is one."""
@@ -215,7 +245,7 @@ class PackedDenseTable(EncoderTable):
 
     def blocks(self, x: torch.Tensor, values: Mapping[str, Any]) -> torch.Tensor:
         """Embedded rows [1,T,E] -> `last_hidden_state`, without its split into images."""
-        found: torch.Tensor = self.tower.layernorm(self.tower.encoder(x).last_hidden_state)
+        found: torch.Tensor = self.tower.layernorm(self.tower.encoder(x, return_dict=True).last_hidden_state)
         return found
 
     def pool(self, last: torch.Tensor) -> torch.Tensor | None:
@@ -245,7 +275,7 @@ class PackedDenseTable(EncoderTable):
 
     def alone(self, image: torch.Tensor) -> Any:
         """What the model's own forward returns for one image [1,C,H,W] of any size."""
-        return original(self.tower, "forward")(image)
+        return original(self.tower, "forward")(image, return_dict=True)
 
     # --- the table ---------------------------------------------------------------------------------------------------
 
@@ -286,6 +316,9 @@ class PackedDenseTable(EncoderTable):
             return self.blocks(x[None], values)[0]
 
     def _embedded(self, values: Mapping[str, Any]) -> torch.Tensor:
+        for layer, kind in self.read_layers():
+            if type(layer) is not kind:  # since: all that can be asked under a trace
+                plain_layer(layer, kind)
         conv, prefix, table = self.convolution(), self.prefix(), self.positions()
         x = self.patch_norm(F.linear(values["patches"].to(conv.weight.dtype), conv.weight.flatten(1), conv.bias))
         if self.taps is not None:
@@ -298,6 +331,30 @@ class PackedDenseTable(EncoderTable):
             tokens = F.embedding(values["kind"], F.pad(prefix, (0, 0, 1, 0)).to(x.dtype))
             x = torch.where((values["kind"] == 0)[:, None], x, tokens)
         return x
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Compare with the model's own forward on a small image: every field that `encode` gives.
+
+        Raises:
+            ModelError: they differ.
+        """
+        if not comparable(self.tower):
+            return
+        key = h, w = max(2, self.least), max(2, self.least) + 1
+        image = noise(self.tower, self.channels, h * self.patch[0], w * self.patch[1])
+        rows = self.request([image])[PIXELS]
+        metadata = {name: value.to(rows.device) for name, value in self.item_metadata(key, "main").items()}
+        config = self.tower.config
+        before, config.return_dict = config.return_dict, True  # else some of these towers fail in their own forward
+        try:
+            with exact_convolutions():
+                last = self.forward("main", {**metadata, "patches": rows, "max_seqlen": len(rows)})[None]
+                got, want = self.output(last, self.pool(last)), self.alone(image[None])
+        finally:
+            config.return_dict = before
+        for name, value in got.items():
+            check_reentry(self.tower, value, want[name])
 
     # --- requests and outputs ----------------------------------------------------------------------------------------
 
@@ -364,11 +421,9 @@ class PackedDenseTable(EncoderTable):
 
 
 def _is_plain(conv: Any) -> bool:
-    """Is it a convolution whose windows lie side by side?"""
-    if not isinstance(conv, nn.Conv2d) or not conv.weight.is_floating_point():
-        return False
-    unpadded = conv.padding in ((0, 0), "valid")
-    return unpadded and conv.stride == conv.kernel_size and conv.dilation == (1, 1) and conv.groups == 1
+    """Is it one whose windows lie side by side?"""
+    side_by_side = conv.stride == conv.kernel_size and conv.dilation == (1, 1) and conv.padding in ((0, 0), "valid")
+    return bool(side_by_side and conv.groups == 1 and conv.weight.is_floating_point())
 
 
 def blank_before(values: torch.Tensor, rows: int) -> torch.Tensor:

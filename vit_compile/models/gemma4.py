@@ -24,12 +24,13 @@ from vit_compile.models.binding import (
     Call,
     Execute,
     Unserved,
+    check_reentry,
     find_module,
-    floating_dtype,
     original,
     owner_of,
     undone_on_failure,
 )
+from vit_compile.models.dense_table import comparable, noise
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
 from vit_compile.models.vision_metadata import merge_order
 from vit_compile.runtime.inputs import host_counts, host_grids
@@ -98,13 +99,16 @@ class Gemma4Table(EncoderTable):
 
     @torch.no_grad()
     def _example(self) -> Any:
-        """What the tower returns for a single token."""
-        weight = next(self.tower.parameters())
-        patches = torch.zeros(1, self.side**2, 3 * self.tower.config.patch_size**2, dtype=floating_dtype(self.tower))
-        positions = grid_positions(self.side, self.side)[None]
-        example = original(self.tower, "forward")(patches.to(weight.device), positions.to(weight.device))
+        """What the tower returns for two tokens, on which its parts must agree."""
+        key = (1, self.side, 2 * self.side)
+        patches = noise(self.tower, 2 * self.side**2, 3 * self.tower.config.patch_size**2).sigmoid().float()
+        values = {name: value.to(patches.device) for name, value in self.item_metadata(key, "main").items()}
+        example = original(self.tower, "forward")(patches[None], values["position_ids"][None], return_dict=True)
         if list(example.keys()) != ["last_hidden_state"]:
             raise ModelError(f"{type(self.tower).__name__} returns {list(example.keys())}: expected last_hidden_state alone.")
+        if comparable(self.tower):
+            got = self._tokens({**values, "pixel_values": patches, "max_seqlen": len(patches)})
+            check_reentry(self.tower, got, example.last_hidden_state)
         return example
 
     def _projected(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -168,7 +172,11 @@ class Gemma4Table(EncoderTable):
         }
 
     def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
-        """The tower's embedder, layers and pooler."""
+        """The tower's embedder, layers and pooler, and what is behind it."""
+        return self._projected(self._tokens(values))
+
+    def _tokens(self, values: Mapping[str, Any]) -> torch.Tensor:
+        """As the tower returns them."""
         tower, positions = self.tower, values["position_ids"][None]
         hidden = tower.patch_embedder(values["pixel_values"][None], positions, _nothing(positions))
         dtype = hidden.dtype
@@ -180,7 +188,7 @@ class Gemma4Table(EncoderTable):
         tokens = self._pooled(hidden[0], values["position_ids"], values["block_index"])
         if tower.config.standardize:
             tokens = (tokens - tower.std_bias.float()) * tower.std_scale.float()
-        return self._projected(tokens.to(dtype))
+        return tokens.to(dtype)
 
     def _pooled(self, hidden: torch.Tensor, positions: torch.Tensor, block_index: torch.Tensor) -> torch.Tensor:
         """Every block of patches as an image of its own that becomes one token."""

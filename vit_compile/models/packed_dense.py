@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from vit_compile.backend.roles import Role
 from vit_compile.models.architecture import Architecture
-from vit_compile.models.binding import Binding, Call, Execute, find_module, original
+from vit_compile.models.binding import Binding, Call, Execute, find_module, original, undone_on_failure
 from vit_compile.models.dense_table import PackedDenseTable, Replaced, blank_before
 from vit_compile.runtime.table import Buffer
 
@@ -52,7 +52,7 @@ class Dinov3Table(PackedDenseTable):
     def blocks(self, x: torch.Tensor, values: Mapping[str, Any]) -> torch.Tensor:
         """See `PackedDenseTable`."""
         turned = values["cos"].to(x.dtype), values["sin"].to(x.dtype)
-        found: torch.Tensor = self.tower.norm(self.tower.model(x, position_embeddings=turned).last_hidden_state)
+        found: torch.Tensor = self.tower.norm(self.tower.model(x, position_embeddings=turned, return_dict=True).last_hidden_state)
         return found
 
 
@@ -75,7 +75,7 @@ class ViTTable(PackedDenseTable):
 
     def alone(self, image: torch.Tensor) -> Any:
         """See `PackedDenseTable`."""
-        return original(self.tower, "forward")(image, interpolate_pos_encoding=True)
+        return original(self.tower, "forward")(image, interpolate_pos_encoding=True, return_dict=True)
 
 
 class ClipTable(ViTTable):
@@ -84,6 +84,10 @@ class ClipTable(ViTTable):
     def convolution(self) -> Any:
         """See `PackedDenseTable`."""
         return self.tower.embeddings.patch_embedding
+
+    def read_layers(self) -> Sequence[tuple[Any, type[nn.Module]]]:
+        """See `PackedDenseTable`."""
+        return (*super().read_layers(), (self.tower.embeddings.position_embedding, nn.Embedding))
 
     def positions(self) -> torch.Tensor | None:
         """See `PackedDenseTable`."""
@@ -103,7 +107,7 @@ class ClipTable(ViTTable):
 
     def blocks(self, x: torch.Tensor, values: Mapping[str, Any]) -> torch.Tensor:
         """See `PackedDenseTable`."""
-        found: torch.Tensor = self.tower.encoder(self.tower.pre_layrnorm(x)).last_hidden_state
+        found: torch.Tensor = self.tower.encoder(self.tower.pre_layrnorm(x), return_dict=True).last_hidden_state
         return found
 
     def pool(self, last: torch.Tensor) -> torch.Tensor | None:
@@ -124,7 +128,7 @@ class SiglipTable(ClipTable):
 
     def blocks(self, x: torch.Tensor, values: Mapping[str, Any]) -> torch.Tensor:
         """See `PackedDenseTable`."""
-        found: torch.Tensor = self.tower.post_layernorm(self.tower.encoder(x).last_hidden_state)
+        found: torch.Tensor = self.tower.post_layernorm(self.tower.encoder(x, return_dict=True).last_hidden_state)
         return found
 
     def pool(self, last: torch.Tensor) -> torch.Tensor | None:
@@ -158,6 +162,9 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
     """
     tower = find_module(model, *towers)
     table = TABLES[type(tower).__name__](tower, **options)
+    assert table.switch is not None, "these towers look their attention up"
+    with undone_on_failure(table.switch):
+        table.check()
 
     def serve(execute: Execute, pixel_values: Any, interpolate_pos_encoding: Any) -> Any:
         table.refuse(pixel_values, bool(interpolate_pos_encoding))
@@ -206,7 +213,10 @@ ROWS: tuple[Architecture, ...] = (
         binder=bind,
         buffers=(*_ROWS_ONLY, "kind", "cos", "sin"),
         tokens="1 + registers + h w",
-        limits=(_TOKENS_ONLY,),
+        limits=(
+            _TOKENS_ONLY,
+            "Its rotary positions are kept for each grid: a `rope_embeddings.inv_freq` that is changed in place is not noticed.",
+        ),
     ),
     Architecture(
         name="SigLIP",

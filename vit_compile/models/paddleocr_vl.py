@@ -20,12 +20,13 @@ from vit_compile.models.binding import (
     Call,
     Execute,
     Unserved,
+    check_reentry,
     find_module,
     find_owner,
-    floating_dtype,
     original,
     undone_on_failure,
 )
+from vit_compile.models.dense_table import comparable, noise
 from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.vision_metadata import merge_order
@@ -94,11 +95,18 @@ class PaddleOCRTable(EncoderTable):
 
     @torch.no_grad()
     def _outputs(self) -> TowerOutputs:
-        """Found out on a single token, by a run of the tower."""
-        key, weight = (1, self.merge, self.merge), next(self.tower.parameters())
-        values = {name: value.to(weight.device) for name, value in self.item_metadata(key, "main").items()}
-        values["pixel_values"] = weight.new_zeros(self.merge**2, *self._patch, dtype=floating_dtype(self.tower))
-        return TowerOutputs(self._run({**values, "max_seqlen": self.merge**2}), units=1, fields=self._fields)
+        """Found out on two tokens, on which the tower's own forward and the projector's must agree."""
+        key = (1, self.merge, 2 * self.merge)
+        pixels = noise(self.tower, 2 * self.merge**2, *self._patch)
+        values = {name: value.to(pixels.device) for name, value in self.item_metadata(key, "main").items()}
+        got = self._run({**values, "pixel_values": pixels, "max_seqlen": len(pixels)})
+        if comparable(self.tower):
+            grid = torch.tensor([key], device=pixels.device)
+            want = original(self.tower, "forward")(pixels[None], grid_thw=grid, return_dict=True).last_hidden_state
+            check_reentry(self.tower, got.last_hidden_state, want)
+            if self.projector is not None:
+                check_reentry(self.projector, got.pooler_output, self.projector(want, grid))
+        return TowerOutputs(got, units=2, fields=self._fields)
 
     def item_keys(self, modality: str, inputs: Mapping[str, Any]) -> Sequence[Hashable]:
         """Grids (t, h, w)."""

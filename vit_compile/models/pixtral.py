@@ -27,6 +27,7 @@ from vit_compile.models.binding import (
     find_owner,
     floating_dtype,
     original,
+    plain_layer,
     undone_on_failure,
 )
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
@@ -105,6 +106,7 @@ class PixtralTable(EncoderTable):
         config: Any = tower.config
         if not isinstance(config.patch_size, int):
             raise ModelError(f"patch_size={config.patch_size!r}: only square patches are supported.")
+        plain_layer(tower.patch_conv, nn.Conv2d)
         self.tower, self.projector = tower, projector
         self.patch_size, self.depth = config.patch_size, config.num_hidden_layers
         merger: Any = getattr(projector, "patch_merger", None)
@@ -213,6 +215,8 @@ def _transform(
     tower: Any, patches: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, **flags: Any
 ) -> Any:
     """What the tower does behind its packing. `flags` are those of `capture_outputs`."""
+    if type(tower.patch_conv) is not nn.Conv2d:  # since: all that can be asked under a trace
+        plain_layer(tower.patch_conv, nn.Conv2d)
     embedded = tower.ln_pre(F.linear(patches, tower.patch_conv.weight.flatten(1))[None])
     positions = tower.patch_positional_embedding(embedded, position_ids)
     with packed_segments(cu_seqlens, max_seqlen):
@@ -327,7 +331,8 @@ def _example(tower: Any, side: int) -> torch.Tensor:
 @torch.no_grad()
 def _own(owner: nn.Module, method: str, image: torch.Tensor) -> Any:
     """What the model's own code returns for one image [C, H, W]."""
-    return original(owner, method)(image[None], image_sizes=[list(image.shape[1:])], return_dict=True)
+    with dense_table.exact_convolutions():
+        return original(owner, method)(image[None], image_sizes=[list(image.shape[1:])], return_dict=True)
 
 
 def _encoded(execute: Execute, pixel_values: Any, image_sizes: Any) -> list[torch.Tensor]:

@@ -21,10 +21,24 @@ from vit_compile.attention.varlen import varlen_attention
 from vit_compile.backend.roles import Role
 from vit_compile.errors import InputError, ModelError
 from vit_compile.models.architecture import Architecture
-from vit_compile.models.binding import Binding, Call, Execute, Unserved, find_module, floating_dtype, original, undone_on_failure
+from vit_compile.models.binding import (
+    Binding,
+    Call,
+    Execute,
+    Unserved,
+    check_reentry,
+    find_module,
+    original,
+    plain_layer,
+    undone_on_failure,
+)
+from vit_compile.models.dense_table import comparable, noise
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
 from vit_compile.runtime.inputs import host_rows
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
+
+EXAMPLE = (2, 3)
+"""Patches of the image on which a table is compared with its tower."""
 
 
 class Siglip2Table(EncoderTable):
@@ -59,8 +73,12 @@ class Siglip2Table(EncoderTable):
         if fields == "pooled" and not self.has_head:
             raise ModelError(f"{type(tower).__name__} has no pooling head.")
         self.fields = "tokens" if not self.has_head else fields
+        for layer, kind in self._read_layers():
+            plain_layer(layer, kind)
         self.grid_side, self.width = tower.embeddings.position_embedding_size, tower.config.hidden_size
-        self.output_type = type(self._example())
+        example_pixels = noise(tower, EXAMPLE[0] * EXAMPLE[1], tower.embeddings.patch_embedding.in_features)
+        example = self._example(example_pixels)
+        self.output_type = type(example)
         channels = tower.embeddings.patch_embedding.in_features
         super().__init__(
             modalities={"image": Modality(data={"pixel_values": "pixel_values"}, per_item=("spatial_shapes",))},
@@ -75,19 +93,34 @@ class Siglip2Table(EncoderTable):
             token_range=token_range,
             segment_capacities=segment_capacities,
         )
+        if comparable(tower):
+            self._check(example_pixels, example)
+
+    def _read_layers(self) -> Sequence[tuple[Any, type[nn.Module]]]:
+        """Layers whose weights are read and that are not called, with the class that they must have."""
+        found = [(self.tower.embeddings.position_embedding, nn.Embedding)]
+        return [*found, (self.tower.head.attention, nn.MultiheadAttention)] if self.has_head else found
 
     @torch.no_grad()
-    def _example(self) -> Any:
-        """What the tower returns for a single patch."""
-        embedding = self.tower.embeddings.patch_embedding
-        device = embedding.weight.device
-        pixels = torch.zeros(1, 1, embedding.in_features, dtype=floating_dtype(self.tower), device=device)
-        ones = torch.ones(1, 2, dtype=torch.int64, device=device)
-        example = original(self.tower, "forward")(pixels, ones[:, :1], ones)
+    def _example(self, pixels: torch.Tensor) -> Any:
+        """What the tower returns for one image of `EXAMPLE`."""
+        size = torch.tensor([EXAMPLE], device=pixels.device)
+        mask = torch.ones(1, len(pixels), dtype=torch.int64, device=pixels.device)
+        example = original(self.tower, "forward")(pixels[None], mask, size, return_dict=True)
         expected = ["last_hidden_state", *(["pooler_output"] if self.has_head else [])]
         if list(example.keys()) != expected:
             raise ModelError(f"{type(self.tower).__name__} returns {list(example.keys())}: expected {expected}.")
         return example
+
+    @torch.no_grad()
+    def _check(self, pixels: torch.Tensor, example: Any) -> None:
+        """Raise `ModelError` where the tower's own forward returned something else for these patches."""
+        metadata = {name: value.to(pixels.device) for name, value in self.item_metadata(EXAMPLE, "main").items()}
+        got = self.forward("main", {**metadata, "pixel_values": pixels, "max_seqlen": len(pixels)})
+        if self.fields != "pooled":
+            check_reentry(self.tower, got[:, : self.width], example.last_hidden_state[0])
+        if self.fields != "tokens":
+            check_reentry(self.tower, got[:1, -self.width :], example.pooler_output)
 
     def prepare_request(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Padded batches without their padding."""
@@ -137,7 +170,7 @@ class Siglip2Table(EncoderTable):
         tower, boundaries, longest = self.tower, values["cu_seqlens"], values["max_seqlen"]
         hidden = self._embedded(values["pixel_values"], values["resize_weights"])[None]
         with packed_segments(boundaries, longest):
-            hidden = tower.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state
+            hidden = tower.encoder(inputs_embeds=hidden, attention_mask=None, return_dict=True).last_hidden_state
         tokens: torch.Tensor = tower.post_layernorm(hidden)[0]
         if self.fields == "tokens":
             return tokens
@@ -145,6 +178,9 @@ class Siglip2Table(EncoderTable):
         return pooled if self.fields == "pooled" else torch.cat([tokens, pooled], dim=1)
 
     def _embedded(self, pixels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        for layer, kind in self._read_layers():
+            if type(layer) is not kind:  # since: all that can be asked under a trace
+                plain_layer(layer, kind)
         embeddings = self.tower.embeddings
         learned = embeddings.position_embedding.weight
         by_place = (weights[:, 0, :, None] * weights[:, 1, None, :]).flatten(1)

@@ -78,11 +78,12 @@ class TimmTable(PackedDenseTable):
     def _check(self) -> None:
         """Raise `ModelError` where rows might mix outside of `PackedAttention`."""
         tower = self.tower
-        if type(tower.patch_embed).__name__ != "PatchEmbed" or tower.patch_embed.dynamic_img_pad:
+        if not _is_timms(tower.patch_embed, "PatchEmbed") or tower.patch_embed.dynamic_img_pad:
             raise ModelError("the patch embedding of this VisionTransformer is not a plain one, or pads images.")
         for block in tower.blocks:
             kinds = type(block).__name__, type(getattr(block, "attn", None)).__name__
-            if kinds[0] not in BLOCKS or kinds[1] != "Attention" or not block.attn.fused_attn:
+            plain = _is_timms(block, *BLOCKS) and _is_timms(block.attn, "Attention")
+            if not plain or not block.attn.fused_attn:
                 raise ModelError(
                     f"blocks of this VisionTransformer are {kinds[0]} with {kinds[1]}: packed calls need {' or '.join(BLOCKS)} "
                     "with fused Attention (timm.layers.set_fused_attn). tile_table_for takes images of one size."
@@ -189,6 +190,11 @@ def bind(model: nn.Module, *towers: str, fields: str | None, **options: Any) -> 
 
     call = Call(owner=model, method="forward_features", takes=("x",), serve=serve)
     return Binding(table=table, calls=(call,), encode=table.encode)
+
+
+def _is_timms(module: nn.Module, *names: str) -> bool:
+    """Is it of one of timm's own classes? A subclass may compute something else."""
+    return type(module).__name__ in names and type(module).__module__.partition(".")[0] == "timm"
 
 
 def is_timm(model: nn.Module) -> bool:

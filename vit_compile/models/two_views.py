@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from vit_compile.errors import ModelError
-from vit_compile.models.binding import Binding, Call, Execute, Unserved
+from vit_compile.models.binding import Binding, Call, Execute, Unserved, check_reentry, original
+from vit_compile.models.dense_table import comparable, noise
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.tiles import Tiles, TileTable, on_one_tile
 from vit_compile.runtime.inputs import host_counts
@@ -186,6 +187,30 @@ class TwoViewTable(EncoderTable):
     def ending(self) -> Sequence[torch.Tensor]:
         """What is behind the view, [rows, width] each."""
         return ()
+
+
+@torch.no_grad()
+def check_whole(table: TwoViewTable, owner: Any, per_image: Mapping[str, Any]) -> None:
+    """One whole image is what the model's `get_image_features` makes of it. The view is as small as a tile, to be quick.
+
+    Args:
+        table: what is compared.
+        owner: whose method it is; without one there is nothing to compare with.
+        per_image: the inputs of the table with one entry for each image, for one image.
+
+    Raises:
+        ModelError: it is something else.
+    """
+    tower = table.modules[0]
+    if not comparable(tower) or not hasattr(owner, "get_image_features"):
+        return
+    (key,) = table.item_keys("image", per_image)
+    ((name, shape),) = table.tiles[LOCAL].shapes.items()
+    (view_name,) = table.tiles[GLOBAL].shapes
+    view, *tiles = noise(tower, 1 + table.tile_count(key), *shape).split(1)
+    found = {GLOBAL: table.forward(GLOBAL, {view_name: view}), LOCAL: table.forward(LOCAL, {name: torch.cat(tiles)})}
+    features = original(owner, "get_image_features")(**{view_name: view, name: torch.cat(tiles)}, **per_image, return_dict=True)
+    check_reentry(owner, table.assemble(key, found), features.pooler_output[0])
 
 
 class OwnParameters(nn.Module):
