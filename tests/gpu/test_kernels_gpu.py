@@ -1,0 +1,188 @@
+"""Attention kernels chosen at capture, the activation's epilogue and saved caches, on a real GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vit_compile
+from tests import towers
+from tests.gpu.test_runtime_gpu import TOLERANCE, exact, managed, reference, request, worst
+from tests.gpu.test_varlen_gpu import END, LENGTHS, cu, expected, qkv
+from vit_compile.attention import admission, choice
+from vit_compile.attention.problem import DENSE, Problem, varlen_problem
+from vit_compile.backend.cuda import seconds_captured
+from vit_compile.backend.passes.linear_activation import linear_activation
+from vit_compile.runtime import known_costs
+
+CUDA = torch.device("cuda")
+HALF = [torch.bfloat16, torch.float16]
+__all__ = ["exact"]  # the fixture of the runtime's tests
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known() -> Iterator[None]:
+    """No measurements of other tests."""
+    choice.forget()
+    known_costs.forget()
+    yield
+    choice.forget()
+    known_costs.forget()
+
+
+def runs(dtype: torch.dtype, dim: int, fence_from: int = 2) -> tuple[dict[str, Any], dict[str, str]]:
+    """Admissible kernels for the layout of these tests."""
+    return admission.candidates(varlen_problem(qkv(dim, dtype)[0], cu(LENGTHS), 300), CUDA, fence_from=fence_from)
+
+
+@pytest.mark.parametrize("dim", [64, 72, 80, 128])
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_every_admissible_kernel_keeps_the_contract(dtype: torch.dtype, dim: int) -> None:
+    """Numbers, NaN that stays in its segment bit for bit, strided inputs, a finite tail: whoever is admitted keeps them."""
+    found, refused = runs(dtype, dim)
+    assert found, refused
+    inputs, boundaries, scale = qkv(dim, dtype), cu(LENGTHS), dim**-0.5
+    want = expected(inputs, boundaries, scale)[:END]
+    packed = torch.stack(inputs, dim=1)
+    poisoned = [x.clone() for x in inputs]
+    for x in poisoned:
+        x[400] = float("nan")
+        x[END:] = float("nan")
+    for name, run in found.items():
+        clean = run(*inputs, boundaries, 300, scale)
+        limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}[dtype]
+        torch.testing.assert_close(clean[:END].double().cpu(), want, atol=limit, rtol=0, msg=name)
+        strided = run(*packed.unbind(1), boundaries, 300, scale)
+        assert torch.equal(strided[:END], clean[:END]), name
+        broken = run(*poisoned, boundaries, 300, scale)
+        assert torch.equal(broken[:300], clean[:300]), name
+        assert torch.equal(broken[500:END], clean[500:END]), name
+        assert broken[300:500].isnan().any(), name
+
+
+def test_flash_attn_4_is_there_or_says_why() -> None:
+    """Where it is installed it is admitted behind the fence, and as it is with room for one segment."""
+    found, refused = runs(torch.bfloat16, 72)
+    if "fa4" not in found and "fa4+fence" not in found:
+        pytest.skip(f"fa4: {refused['fa4']}")
+    single = Problem("varlen", "bfloat16", (1024, 16, 72), 1, 1024)
+    assert "fa4" in admission.candidates(single, CUDA, fence_from=2)[0]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_fastest_is_measured(dtype: torch.dtype) -> None:
+    """Every admissible kernel gets a time, and the choice has the least."""
+    problem = Problem("varlen", str(dtype).removeprefix("torch."), (1024, 16, 72), 4, 1024)
+    found = choice.measure(problem, CUDA, seconds_captured, fence_from=2)
+    assert found.kernel == min(found.microseconds, key=lambda name: found.microseconds[name])
+    assert all(0.5 < time < 1e5 for time in found.microseconds.values()), found.microseconds
+    assert {"flash", "efficient"} <= set(found.microseconds)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_dense_attention_is_measured(dtype: torch.dtype) -> None:
+    """torch's own backends for a batch of tiles; their numbers agree."""
+    problem = Problem(DENSE, str(dtype).removeprefix("torch."), (4, 16, 729, 72), 0, 729)
+    found = choice.measure(problem, CUDA, seconds_captured, fence_from=2)
+    assert found.kernel in found.microseconds
+    q, k, v = (torch.randn(4, 729, 16, 72, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(3))
+    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    for name in found.microseconds:
+        got = admission.run_of(name)(q, k, v)
+        torch.testing.assert_close(got.double(), want, atol=2e-2, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("attention", ["auto", "default", "flash", "efficient", "dense", "fa4"])
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_the_manager_serves_with_every_kernel(mode: str, attention: str) -> None:
+    """Features are the tower's with every kernel, the choice is in the snapshot, and what cannot serve is told."""
+    dtype = torch.bfloat16
+    manager, _, twin = managed(dtype=dtype, mode=mode, attention=attention)
+    with manager:
+        for images in ([(1, 8, 8)], [(1, 4, 4), (1, 6, 8), (1, 2, 2)]):
+            made = request(images, dtype=dtype)
+            assert worst(manager.execute(made), reference(twin, made)) <= TOLERANCE[dtype]
+        rows = manager.snapshot()["attention"]
+        if attention == "default":
+            assert rows == []
+        else:
+            assert rows
+        if attention == "auto":
+            assert all(row["kernel"] in row["microseconds"] for row in rows)
+
+
+@pytest.mark.parametrize("attention", ["auto", "default"])
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_features_do_not_depend_on_the_company(mode: str, attention: str) -> None:
+    """In one budget an image's features are the same bits, whoever shares the batch, wherever it lies in it."""
+    dtype = torch.bfloat16
+    manager, _, _ = managed(dtype=dtype, mode=mode, attention=attention, token_budgets=(64,))
+    grid = (1, 8, 8)
+    pixels = towers.pixels(64, 5).to("cuda", dtype)
+
+    def among(before: list[Any], after: list[Any]) -> torch.Tensor:
+        others = request([*before, *after], dtype=dtype, seed=9)["pixel_values"] if before or after else pixels[:0]
+        rows = sum(t * h * w for t, h, w in before)
+        made = {"pixel_values": torch.cat([others[:rows], pixels, others[rows:]]), "image_grid_thw": [*before, grid, *after]}
+        return manager.execute(made)[len(before)]
+
+    with manager:
+        alone = among([], [])
+        for before, after in (([(1, 4, 4)], []), ([], [(1, 8, 8)]), ([(1, 2, 2), (1, 6, 4)], [(1, 4, 8)])):
+            assert torch.equal(among(before, after), alone), (before, after)
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu"])
+@pytest.mark.parametrize("rows", [1, 17, 1024])
+def test_the_epilogue(rows: int, activation: str, dtype: torch.dtype) -> None:
+    """Within the rounding of the dtype of what float64 gives, and not further from it than the two functions are, times 1.1."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator, device="cuda").to(dtype) for shape in ((rows, 64), (96, 64), (96,))
+    )
+    function = {"gelu_tanh": lambda y: F.gelu(y, approximate="tanh"), "relu": F.relu}[activation]
+    want = function(F.linear(x.double(), weight.double(), bias.double()))
+    got, two = linear_activation(x, weight, bias, activation), function(F.linear(x, weight, bias))
+    distance, plain = ((value.double() - want).norm() / want.norm() for value in (got, two))
+    assert distance <= 1.1 * plain + 1e-6
+    assert linear_activation(x[:0], weight, bias, activation).shape == (0, 96)
+
+
+def test_the_epilogue_is_one_kernel_in_a_tower() -> None:
+    """The pass fires in every layer, and bf16 features are no further from float32 than eager's, times 1.1."""
+    vit_compile.counters.reset()
+    manager, _, twin = managed(dtype=torch.bfloat16, mode="compiled")
+    _, _, precise = managed(dtype=torch.float32, mode="eager")
+    with manager:
+        assert vit_compile.counters.pass_sites["activation_epilogue"] > 0
+        made = request([(1, 8, 8), (1, 4, 4)], dtype=torch.bfloat16)
+        exact_features = reference(precise, {**made, "pixel_values": made["pixel_values"].float()})
+        ours = worst(manager.execute(made), exact_features)
+        eager = worst(reference(twin, made), exact_features)
+    assert ours <= 1.1 * eager
+
+
+def test_a_saved_cache_saves_the_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second encoder takes kernels and times from the file, and serves the same."""
+    first, _, _ = managed(dtype=torch.bfloat16, mode="compiled", packing="cost")
+    report = vit_compile.save_cache(tmp_path / "cache")
+    assert report.pieces > 0
+    assert report.kernels > 0
+    assert report.encoders == 1
+    rows = first.snapshot()["attention"]
+    first.clear()
+    choice.forget()
+    known_costs.forget()
+    assert vit_compile.load_cache(tmp_path / "cache").used
+    monkeypatch.setattr(choice, "measure", None)
+    second, _, twin = managed(dtype=torch.bfloat16, mode="compiled", packing="cost")
+    with second:
+        assert second.snapshot()["attention"] == rows
+        made = request([(1, 8, 8), (1, 4, 4)], dtype=torch.bfloat16)
+        assert worst(second.execute(made), reference(twin, made)) <= TOLERANCE[torch.bfloat16]
