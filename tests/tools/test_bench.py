@@ -147,6 +147,7 @@ def test_trace_is_replayed(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_single_cases_and_targets(tmp_path: Path) -> None:
     """A row for each case; host time beyond the launch is measured; --targets reads the file and says what is missing."""
     done = bench(
@@ -169,6 +170,7 @@ def test_single_cases_and_targets(tmp_path: Path) -> None:
     assert "CPU" in targets.stdout
 
 
+@pytest.mark.slow
 def test_model_folder(tmp_path: Path, dinov2_dir: Path) -> None:
     """--model takes a folder, here of a dense tower."""
     done = bench(
@@ -250,6 +252,7 @@ def test_half_precision_knows_the_float32_reference() -> None:
     assert next(half.module.parameters()).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_two_ranks_share_a_request(tmp_path: Path) -> None:
     """torchrun with two processes: the same features as eager, each rank its share, one set of files."""
