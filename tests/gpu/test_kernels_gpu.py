@@ -93,7 +93,7 @@ def test_dense_attention_is_measured(dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(4, 729, 16, 72, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(3))
     want = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     for name in found.microseconds:
-        got = admission.run_of(name)(q, k, v)
+        got = admission.run_of(name)(q, k, v, False, None)
         torch.testing.assert_close(got.double(), want, atol=2e-2, rtol=0, msg=name)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from tests.models import test_packed_dense as dense
 from tests.models import test_paddleocr_vl as paddle
 from tests.models import test_pixtral as pixtral
 from tests.models.parity import accelerated, difference, eager_copy, random, seeded, served
@@ -302,3 +303,21 @@ def test_whose_hooks_count() -> None:
     handle.remove()
     tower[0].register_forward_pre_hook(hook)
     assert "Linear" in str(inside.found())
+
+
+@pytest.mark.parametrize("where", ["", "encoder"])
+def test_encode_refuses_what_it_would_leave_out(where: str) -> None:
+    """Hooks anywhere in the tower, and hidden states that its config asks for, are an error of `encode`."""
+    model = copy.deepcopy(dense.untouched(dense.dinov2))
+    images = [random(3, 56, 56)]
+    with accelerated(model, **dense.OPTIONS) as handle:
+        handle.encode(images)
+        hook = model.get_submodule(where).register_forward_hook(lambda *_: None)
+        with pytest.raises(ModelError, match="hook"):
+            handle.encode(images)
+        hook.remove()
+        model.config.output_hidden_states = True
+        with pytest.raises(ModelError, match="output_hidden_states"):
+            handle.encode(images)
+        model.config.output_hidden_states = False
+        assert len(handle.encode(images)) == 1

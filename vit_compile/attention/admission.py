@@ -10,11 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
+from torch.nn.attention import current_flash_attention_impl
 
 from vit_compile.attention import kernels, packages, reference
 from vit_compile.attention.fence import fenced
@@ -26,6 +24,7 @@ PROBE_ROWS = 1024
 PROBE_HEADS = 2
 PROBE_TOLERANCE, FLOAT32_TOLERANCE = 4.0, 2e-5
 """Allowed relative error of a kernel, in units of the dtype's epsilon, and at least so much."""
+SDPA_MAX_HEAD_DIM = 128
 DENSE_MEMORY_ROWS = 4096
 """`dense` holds a matrix of rows x rows: beyond this it is never a choice."""
 
@@ -39,7 +38,7 @@ class Kernel:
 
     name: str
     run: Run
-    """varlen: `run(q, k, v, cu_seqlens, max_seqlen, scale)`; dense: as `scaled_dot_product_attention`."""
+    """varlen: `run(q, k, v, cu_seqlens, max_seqlen, scale)`; dense: `run(q, k, v, is_causal, scale)`, [N,H,L,D] each."""
     why_not: Callable[[Problem, tuple[int, int]], Refusal | None]
     """Of a problem and a device's capability: why it cannot serve it, or None."""
     trusted: bool = False
@@ -89,16 +88,36 @@ def _dense(
     return kernels.dense(q, k, v, cu_seqlens, scale)
 
 
-def _through(backend: SDPBackend) -> Run:
-    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*args, **kwargs)
+# Called directly: `sdpa_kernel` switches backends for the whole process, other threads included.
+def _sdpa_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None) -> torch.Tensor:
+    result = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+    out: torch.Tensor = result[0]
+    return out
 
-    return run
+
+def _sdpa_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, False, 0.0, is_causal, False, scale=scale
+    )[0]
+    return out
 
 
-def _anything(problem: Problem, capability: tuple[int, int]) -> Refusal | None:
-    return None
+def _sdpa_efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, False, 0.0, is_causal, scale=scale)[
+        0
+    ]
+    return out
+
+
+def _half_why_not(problem: Problem, capability: tuple[int, int]) -> Refusal | None:
+    if problem.torch_dtype not in kernels.HALF_DTYPES or capability < (8, 0):
+        return f"{problem.dtype} on a device of capability {capability[0]}.{capability[1]}"
+    return None if problem.head_dim % 8 == 0 and problem.head_dim <= SDPA_MAX_HEAD_DIM else f"head dim {problem.head_dim}"
+
+
+def _sdpa_efficient_why_not(problem: Problem, capability: tuple[int, int]) -> Refusal | None:
+    vector = kernels.VECTOR_BYTES // problem.torch_dtype.itemsize
+    return _efficient_why_not(problem, capability) or (f"head dim {problem.head_dim}" if problem.head_dim % vector else None)
 
 
 VARLEN_KERNELS: dict[str, Kernel] = {
@@ -112,12 +131,12 @@ VARLEN_KERNELS: dict[str, Kernel] = {
     )
 }
 DENSE_KERNELS: dict[str, Kernel] = {
-    name: Kernel(name, _through(backend), _anything, trusted=True)
-    for name, backend in {
-        "sdpa-flash": SDPBackend.FLASH_ATTENTION,
-        "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
-        "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
-    }.items()
+    kernel.name: kernel
+    for kernel in (
+        Kernel("sdpa-flash", _sdpa_flash, _half_why_not, trusted=True),
+        Kernel("sdpa-cudnn", _sdpa_cudnn, _half_why_not, trusted=True),
+        Kernel("sdpa-efficient", _sdpa_efficient, _sdpa_efficient_why_not, trusted=True),
+    )
 }
 """torch's own: the items of a batch are never operands of one another's arithmetic. What does not take a problem raises."""
 

@@ -94,6 +94,8 @@ class KernelChoices:
         self._timer = timer
         self._chosen: dict[Problem, Choice] = {}
         self._seen: dict[Problem, None] | None = None
+        self.strides: dict[Problem, tuple[int, ...]] = {}
+        """Of the default's output, by dense problem."""
 
     @property
     def enabled(self) -> bool:
@@ -188,7 +190,7 @@ def measure(problem: Problem, device: torch.device, timer: Timer, *, fence_from:
     times: dict[str, float] = {}
     for name, run in runs.items():
         try:
-            seconds = [timer(functools.partial(run, *args, **kwargs), device) for args, kwargs in calls]
+            seconds = [timer(functools.partial(run, *call), device) for call in calls]
         except torch.OutOfMemoryError:
             refused[name] = "out of memory"
         except Exception as error:
@@ -209,15 +211,22 @@ def varlen_kernel(q: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) ->
 def dense_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     """`scaled_dot_product_attention` through the kernel that was chosen for it, where one was."""
     choices = current()
-    if choices is None:
+    call = _dense_call(*args, **kwargs) if choices is not None else None
+    if choices is None or call is None:
         return F.scaled_dot_product_attention(*args, **kwargs)
-    problem = _problem_of(*args, **kwargs)
-    name = choices.kernel(problem) if problem is not None else None
-    run = admission.run_of(name) if name else F.scaled_dot_product_attention
-    return run(*args, **kwargs)
+    problem, (query, key, value, is_causal, scale) = call
+    name = choices.kernel(problem)
+    if name is None:
+        out = F.scaled_dot_product_attention(*args, **kwargs)
+        choices.strides.setdefault(problem, out.stride())
+        return out
+    out = admission.run_of(name)(query, key, value, is_causal, scale)
+    strides = choices.strides.get(problem, out.stride())
+    # What comes after was compiled for the strides of the default.
+    return out if out.stride() == strides else out.new_empty_strided(out.shape, strides).copy_(out)
 
 
-def _problem_of(
+def _dense_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -226,14 +235,16 @@ def _problem_of(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Problem | None:
-    """What a dense call asks for; None for one whose numbers depend on the kernel (dropout), or of another rank."""
-    if dropout_p or query.dim() != 4 or value.shape[-1] != query.shape[-1]:
+) -> tuple[Problem, tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool, float | None]] | None:
+    """What a dense call asks for, and its arguments; None for one with a mask, dropout or other ranks: that is torch's alone."""
+    if attn_mask is not None or dropout_p or enable_gqa or query.dim() != 4 or value.shape != key.shape:
         return None
-    return dense_problem(query, key, mask=attn_mask is not None, causal=is_causal, gqa=enable_gqa)
+    if key.shape[:2] != query.shape[:2] or key.shape[-1] != query.shape[-1]:
+        return None
+    return dense_problem(query, key, causal=is_causal), (query, key, value, is_causal, scale)
 
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Call = tuple[Any, ...]
 
 
 def _varlen_calls(problem: Problem, device: torch.device) -> list[Call]:
@@ -242,7 +253,7 @@ def _varlen_calls(problem: Problem, device: torch.device) -> list[Call]:
     made: list[Call] = []
     for boundaries in layouts(problem):
         cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
-        made.append(((q, k, v, cu_seqlens, problem.max_seqlen, scale), {}))
+        made.append((q, k, v, cu_seqlens, problem.max_seqlen, scale))
     return made
 
 
@@ -250,12 +261,8 @@ def _dense_calls(problem: Problem, device: torch.device) -> list[Call]:
     batch, heads, rows, dim = problem.shape
     q, _, _ = _random((batch, rows, heads, dim), problem.torch_dtype, device)
     k, v, _ = _random((batch, problem.max_seqlen, heads, dim), problem.torch_dtype, device)
-    variant = problem.variant.split("+")
-    kwargs: dict[str, Any] = {"is_causal": "causal" in variant}
-    if "mask" in variant:
-        kwargs["attn_mask"] = torch.ones(batch, 1, rows, problem.max_seqlen, dtype=torch.bool, device=device)
     # Towers project to [batch, rows, heads, dim] and hand out a transposed view.
-    return [((q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), kwargs)]
+    return [(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), problem.variant == "causal", dim**-0.5)]
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:

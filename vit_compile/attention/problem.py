@@ -31,7 +31,7 @@ class Problem:
     """varlen: the bound on the longest segment; dense: rows of k and v."""
 
     variant: str = ""
-    """dense: "mask", "causal", "gqa", in this order, joined by "+"."""
+    """dense: "causal" or nothing."""
 
     @property
     def head_dim(self) -> int:
@@ -59,10 +59,9 @@ def varlen_problem(q: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -
     return Problem(VARLEN, _name(q.dtype), tuple(q.shape), cu_seqlens.shape[0] - 1, max_seqlen)
 
 
-def dense_problem(q: torch.Tensor, k: torch.Tensor, *, mask: bool, causal: bool, gqa: bool) -> Problem:
-    """Of a call of `scaled_dot_product_attention`."""
-    named = (("mask", mask), ("causal", causal), ("gqa", gqa))
-    return Problem(DENSE, _name(q.dtype), tuple(q.shape), 0, k.shape[-2], "+".join(name for name, there in named if there))
+def dense_problem(q: torch.Tensor, k: torch.Tensor, *, causal: bool) -> Problem:
+    """Of a call of `scaled_dot_product_attention` without a mask."""
+    return Problem(DENSE, _name(q.dtype), tuple(q.shape), 0, k.shape[-2], "causal" if causal else "")
 
 
 def layouts(problem: Problem) -> tuple[list[int], ...]:

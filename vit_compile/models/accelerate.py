@@ -249,9 +249,10 @@ class AcceleratedModel:
             self._follow()
             if self._binding.encode is None:
                 raise ModelError(f"{self.architecture.name} takes what its processor makes: call the model.")
-            why = self._more_outputs() or self._listening()
-            if why is not None:
-                raise ModelError(f"encode gives last_hidden_state and pooler_output, and runs no hooks: {why[1]}.")
+            more, hook = self._more_outputs(), Listeners(self._watched, []).found()
+            if more is not None or hook is not None:
+                why = more[1] if more is not None else hook
+                raise ModelError(f"encode gives last_hidden_state and pooler_output, and runs no hooks: {why}.")
             with torch.autocast(self._device.type, enabled=False):
                 return self._binding.encode(self._execute, images)
 
