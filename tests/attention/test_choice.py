@@ -45,8 +45,15 @@ def wrong(
 def leaky(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, scale: float
 ) -> torch.Tensor:
-    """Right for finite inputs; a NaN anywhere reaches every row, as 0 x NaN does."""
-    return good(q, k, v, cu_seqlens, longest, scale) + (0 * (q.sum() + k.sum() + v.sum()))
+    """Right for finite inputs; a NaN in k or v reaches every row, as 0 x NaN does."""
+    return good(q, k, v, cu_seqlens, longest, scale) + (0 * (k.sum() + v.sum()))
+
+
+def leakier(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, scale: float
+) -> torch.Tensor:
+    """Here one in q does, too, which no fence keeps away."""
+    return leaky(q, k, v, cu_seqlens, longest, scale) + 0 * q.sum()
 
 
 def broken(*args: Any) -> torch.Tensor:
@@ -115,12 +122,13 @@ def settled(made: KernelChoices, *problems: Problem) -> KernelChoices:
 
 def test_admission(table: dict[str, Kernel]) -> None:
     """A right kernel is admitted, a wrong or failing one refused with the reason, a leaky one only behind the fence."""
-    fill(table, good=good, wrong=wrong, leaky=leaky, broken=broken)
+    fill(table, good=good, wrong=wrong, leaky=leaky, leakier=leakier, broken=broken)
     runs, refused = admission.candidates(PROBLEM, CPU, fence_from=2)
     assert set(runs) == {"good", "leaky" + FENCED}
     assert "numbers are wrong" in refused["wrong"]
     assert refused["broken"] == "fails here: RuntimeError: no such instruction"
     assert "NaN" in refused["leaky"]
+    assert "NaN" in refused["leakier"], "one that the fence does not hold is not used behind it"
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,10 @@ def candidates(problem: Problem, device: torch.device, *, fence_from: int) -> tu
             seen = probe(kernel, problem.torch_dtype, problem.head_dim, device)
             why = seen.wrong
             if why is None and not seen.isolates and 0 < fence_from <= max(1, problem.segments):
-                found[name + FENCED] = fenced(kernel.run)
                 refused[name] = "a NaN of one segment reaches another's rows; behind a fence only"
+                behind = Kernel(name + FENCED, fenced(kernel.run), kernel.why_not)
+                if probe(behind, problem.torch_dtype, problem.head_dim, device).isolates:
+                    found[behind.name] = behind.run
                 continue
         if why is None:
             found[name] = kernel.run

@@ -111,8 +111,8 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.T
     row of a segment that had one is NaN afterwards.
     """
     segment = segments_of_rows(cu_seqlens, q.shape[0])  # 1..S inside, S+1 past the last boundary
-    *clean, broken = without_nan(q, k, v, cu_seqlens)
-    q_HTD, k_HTD, v_HTD = (x.transpose(0, 1) for x in clean)
+    k, v, broken = without_nan(k, v, cu_seqlens)
+    q_HTD, k_HTD, v_HTD = (x.transpose(0, 1) for x in (q, k, v))
     same_segment = segment[:, None] == segment[None, :]
     out = F.scaled_dot_product_attention(q_HTD[None], k_HTD[None], v_HTD[None], attn_mask=same_segment, scale=scale)
     out = out[0].transpose(0, 1).masked_fill(broken[:, None, None], float("nan"))
