@@ -14,7 +14,7 @@ import vit_compile
 from tests import towers
 from tests.gpu.test_runtime_gpu import TOLERANCE, exact, managed, reference, request, worst
 from tests.gpu.test_varlen_gpu import END, LENGTHS, cu, expected, qkv
-from vit_compile.attention import admission, choice
+from vit_compile.attention import admission, choice, fence, kernels
 from vit_compile.attention.problem import DENSE, Problem, varlen_problem
 from vit_compile.backend.cuda import seconds_captured
 from vit_compile.backend.passes.linear_activation import linear_activation
@@ -63,6 +63,35 @@ def test_every_admissible_kernel_keeps_the_contract(dtype: torch.dtype, dim: int
         assert torch.equal(broken[:300], clean[:300]), name
         assert torch.equal(broken[500:END], clean[500:END]), name
         assert broken[300:500].isnan().any(), name
+
+
+@pytest.mark.parametrize("dim", [64, 72, 80])
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_the_fence(dtype: torch.dtype, dim: int) -> None:
+    """Around a kernel that needs none it changes no bit of what is clean; broken segments are NaN, others keep their bits; in a
+    graph it sees the values of each replay."""
+    run = kernels.flash if dtype in HALF else kernels.efficient
+    inputs, boundaries, scale = qkv(dim, dtype), cu(LENGTHS), dim**-0.5
+    want = run(*inputs, boundaries, 300, scale)[:END]
+    behind = fence.fenced(run)
+    assert torch.equal(behind(*inputs, boundaries, 300, scale)[:END], want)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        behind(*inputs, boundaries, 300, scale)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = behind(*inputs, boundaries, 300, scale)
+    for value in (float("nan"), float("inf")):
+        kept = inputs[2][400].clone()
+        inputs[2][400] = value
+        graph.replay()
+        assert torch.equal(out[:300], want[:300])
+        assert out[300:500].isnan().all()
+        assert torch.equal(out[500:END], want[500:])
+        inputs[2][400] = kept
+        graph.replay()
+        assert torch.equal(out[:END], want)
 
 
 def test_flash_attn_4_is_there_or_says_why() -> None:
