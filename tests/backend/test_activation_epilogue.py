@@ -141,6 +141,54 @@ def test_the_operation_is_well_defined() -> None:
     )
 
 
+class WritesBetween(Mlp):
+    """A residual stream that is written into between the layer and its activation."""
+
+    def __init__(self, write: Callable[[torch.Tensor, nn.Linear], Any]) -> None:
+        super().__init__(tanh_gelu)
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * 1.5
+        product = self.fc1(h)
+        self.write(h, self.fc1)
+        return h + self.fc2(self.activation(product))
+
+
+WRITES: dict[str, Callable[[torch.Tensor, nn.Linear], Any]] = {
+    "add": lambda h, layer: h.add_(1),
+    "view": lambda h, layer: h[:, :4].mul_(3),
+    "relu": lambda h, layer: h.relu_(),
+    "copy": lambda h, layer: h.copy_(h.flip(1)),
+}
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("case", WRITES)
+def test_writes_between_layer_and_activation_come_after_the_product(case: str, compiler: str) -> None:
+    """The product is of what the layer read, whatever is written there before its activation."""
+    model = seeded(lambda: WritesBetween(WRITES[case]))
+    function = compiled(model, compiler=compiler, token_budgets=[8])
+    for rows in (8, 5):
+        x = image(rows, 8)
+        assert largest_difference(call(function, x), call(model, x)) <= TOLERANCE
+    assert counters.pass_sites[NAME] > 0
+
+
+def test_tensor_subclasses_are_left_alone() -> None:
+    """A weight that computes in its own way (quantised ones do) is not handed to the operation."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model, x = seeded(lambda: Mlp(tanh_gelu)), image(5, 8)
+    want = call(model, x)
+    for name in ("weight", "bias"):
+        plain = getattr(model.fc1, name).detach()
+        setattr(model.fc1, name, nn.Parameter(TwoTensor(plain, plain), requires_grad=False))
+    got = call(compiled(model, compiler="aot_eager"), x)
+    got = got.a if isinstance(got, TwoTensor) else got
+    assert largest_difference(got, want) <= TOLERANCE
+
+
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 def test_it_runs_in_the_backend(compiler: str, tmp_path: Path) -> None:
     """On by default, named in the dump with its sites, padded and replayed like any other operation."""

@@ -56,7 +56,8 @@ def _applies(linear: fx.Node) -> bool:
     if not all(isinstance(argument, fx.Node) for argument in arguments):
         return False
     values = [node.meta.get("example_value") for node in (*arguments, linear)]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    # Other tensor subclasses (quantised weights) compute in their own way.
+    tensors = [value for value in values if isinstance(value, compat.FakeTensor)]
     if len(tensors) < len(values):
         return False
     x, weight = tensors[:2]
@@ -75,7 +76,8 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> int:
         value = operation.linear_activation(*fx.map_arg(arguments, lambda n: n.meta["example_value"]))
     if layout(value) != layout(node.meta["example_value"]):
         return 0  # somebody further down may rely on the strides
-    with graph.inserting_before(node):
+    # In the linear layer's place, not the activation's: in between somebody may write into what the layer reads.
+    with graph.inserting_before(linear):
         fused = graph.call_function(torch.ops.vit_compile.linear_activation.default, arguments)
     fused.meta["example_value"] = value
     fused.meta["stack_trace"] = node.meta.get("stack_trace")
