@@ -192,6 +192,19 @@ def test_one_that_cannot_be_timed_is_refused(table: dict[str, Kernel]) -> None:
     made = settled(KernelChoices("auto", CPU, timer, fence_from=2), PROBLEM)
     assert made.kernel(PROBLEM) is None
     assert "not permitted" in made.rows()[0]["refused"]["good"]
+    assert not choice.known(), "the next encoder tries again"
+    assert settled(choices(Clock(good=1e-6)), PROBLEM).kernel(PROBLEM) == "good"
+
+
+def test_calls_without_rows_are_no_problem(table: dict[str, Kernel]) -> None:
+    """Nothing to compute is not observed, so it is never timed."""
+    fill(table, good=good)
+    made = choices(Clock(good=1e-6))
+    with made.observing():
+        assert choice.varlen_kernel(torch.randn(0, HEADS, DIM), boundaries([]), 4) is None
+        assert choice.varlen_kernel(torch.randn(4, HEADS, DIM), boundaries([4]), 0) is None
+    made.settle()
+    assert made.rows() == []
 
 
 def test_only_the_chosen_runs_and_only_inside(table: dict[str, Kernel]) -> None:

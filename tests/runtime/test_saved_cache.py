@@ -140,6 +140,46 @@ def test_a_damaged_cache_is_ignored(tmp_path: Path, member: str, content: str) -
         assert nothing_was_loaded()
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-1", "1e300", '"5"', "true", "null", "[1]"])
+def test_times_that_are_none(tmp_path: Path, value: str) -> None:
+    """A plan made with them would send everything to eager: such a file is damaged."""
+    path = saved(tmp_path)
+    rewritten(path, "costs.json", '{"abc": {"graphs": {"main 8 tokens": VALUE}, "eager": {}}}'.replace("VALUE", value))
+    assert "damaged" in str(vit_compile.load_cache(path).reason)
+    rewritten(path, "costs.json", '{"abc": {"graphs": {}, "eager": {"main": [0.1, VALUE]}}}'.replace("VALUE", value))
+    assert "damaged" in str(vit_compile.load_cache(path).reason)
+    assert nothing_was_loaded()
+
+
+def test_a_flipped_byte_anywhere(tmp_path: Path) -> None:
+    """Never an exception."""
+    path = saved(tmp_path)
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 7):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
+        report = vit_compile.load_cache(path)
+        assert report.used or report.reason
+        choice.forget()
+        known_costs.forget()
+
+
+def test_own_measurements_stay(tmp_path: Path) -> None:
+    """A cache that is loaded late changes nothing of what this process measured, and will save."""
+    path = saved(tmp_path)
+    captured()
+    (before,) = known_costs.measured().values()
+    vit_compile.load_cache(path)
+    (after,) = known_costs.measured().values()
+    assert before == after
+
+
+def test_the_file_is_as_readable_as_any(tmp_path: Path) -> None:
+    """Its mode follows the umask."""
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    assert saved(tmp_path).stat().st_mode == plain.stat().st_mode
+
+
 def test_files_that_are_no_caches(tmp_path: Path) -> None:
     """Missing, empty, cut off, or something else."""
     path = saved(tmp_path)
@@ -148,7 +188,7 @@ def test_files_that_are_no_caches(tmp_path: Path) -> None:
         path.write_bytes(content)
         assert reason in str(vit_compile.load_cache(path).reason)
     assert "no such file" in str(vit_compile.load_cache(tmp_path / "nothing").reason)
-    assert "damaged" in str(vit_compile.load_cache(tmp_path).reason)
+    assert "cannot be read" in str(vit_compile.load_cache(tmp_path).reason)
     assert nothing_was_loaded()
 
 
@@ -173,6 +213,11 @@ def test_fingerprints() -> None:
     def made(width: int = 4, dtype: torch.dtype = torch.float32, room: tuple[int, int] = (2, 2), **config: Any) -> str:
         return fingerprint([nn.Linear(width, 4)], replace(CONFIG, **config), CPU, dtype, room)
 
+    def headed(heads: int) -> str:
+        layer = nn.MultiheadAttention(8, heads)
+        return fingerprint([layer], CONFIG, CPU, torch.float32, (2, 2))
+
+    assert headed(2) != headed(4), "no weight shows the number of heads"
     others = [
         made(width=8),
         made(dtype=torch.bfloat16),

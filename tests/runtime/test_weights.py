@@ -335,10 +335,15 @@ def test_a_replaced_tensor_of_an_adapter_is_captured_anew() -> None:
 class Adapter(nn.Module):
     """A layer beside another one, switched as peft's are; it counts its calls."""
 
+    rate = 0.0
+
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.layer, self.side = layer, nn.Linear(layer.in_features, layer.out_features)
         self.disabled, self.active, self.scaling, self.calls = False, ["default"], {"default": 1.0}, 0
+        self.dtype, self.activation, self.many = torch.float32, torch.relu, list(range(10_000))
+        self.itself: list[Any] = []
+        self.itself.append(self.itself)
         self.in_features, self.out_features = layer.in_features, layer.out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -369,6 +374,10 @@ def watched(module: nn.Module) -> WeightWatch:
         ("active in place", lambda layer: layer.active.append("other")),
         ("scaling in place", lambda layer: layer.scaling.update(default=0.5)),
         ("taken away", lambda layer: delattr(layer, "disabled")),
+        ("a default of the class", lambda layer: setattr(layer, "rate", 0.5)),
+        ("dtype", lambda layer: setattr(layer, "dtype", torch.float16)),
+        ("function", lambda layer: setattr(layer, "activation", torch.tanh)),
+        ("forward", lambda layer: setattr(layer, "forward", lambda x: x)),
     ],
 )
 def test_a_switched_adapter_is_seen(name: str, change: Callable[[Any], Any]) -> None:

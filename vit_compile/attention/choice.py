@@ -162,7 +162,9 @@ class KernelChoices:
         if found is None or not self._is_here(found.kernel, problem):
             assert self._timer is not None, "disabled without a timer"
             found = measure(problem, self.device, self._timer, fence_from=self.fence_from)
-            learn({key: found})
+            if found.kernel:  # what failed here and now may work the next time
+                with _lock:
+                    _known[key] = found
         return found
 
     def _is_here(self, name: str, problem: Problem) -> bool:
@@ -204,7 +206,9 @@ def measure(problem: Problem, device: torch.device, timer: Timer, *, fence_from:
 def varlen_kernel(q: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> Varlen | None:
     """The kernel that was chosen for a varlen call, None for the default."""
     choices = current()
-    name = choices.kernel(varlen_problem(q, cu_seqlens, max_seqlen)) if choices is not None else None
+    if choices is None or q.numel() == 0 or max_seqlen <= 0 or cu_seqlens.shape[0] < 2:
+        return None
+    name = choices.kernel(varlen_problem(q, cu_seqlens, max_seqlen))
     return admission.run_of(name) if name else None
 
 

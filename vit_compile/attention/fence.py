@@ -1,11 +1,12 @@
 """A fence around kernels that let a NaN cross segments.
 
 Some kernels read rows behind a segment's end and multiply them with zero weights, and 0 x NaN is NaN. The fence takes values
-that are not finite out before the kernel runs, and afterwards makes every row of a segment that had one NaN: what the segment
-would have become, for itself and for nobody else. Nothing is read on the host, so it can be captured. Two Triton kernels read k
-and v once; where Triton cannot run, plain torch operations do the same.
+that are not finite out of k and v before the kernel runs, and afterwards makes every row of a segment that had one NaN. For that
+segment it is stricter than attention itself, which would leave some numbers finite; others never notice. A row of q is an operand
+of its own row's arithmetic only, and is not looked at.
 
-Only k and v are looked at: a row of q is an operand of its own row's arithmetic only.
+Nothing is read on the host, so it can be captured. Two Triton kernels read k and v once; where Triton cannot run, plain torch
+operations do the same.
 
 Shapes: T rows, H heads, D head dim, S segments.
 """

@@ -7,6 +7,7 @@ the configuration says about how graphs are made. Times of a graph are known by 
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from torch import nn
 from vit_compile.attention.choice import device_name
 from vit_compile.options import BackendOptions
 from vit_compile.runtime.config import EncoderConfig
+
+MOST_MS = 1e6
 
 
 @dataclass(slots=True)
@@ -41,8 +44,16 @@ class Costs:
         Raises:
             TypeError, ValueError, KeyError: it is something else.
         """
-        eager = {str(path): (float(base), float(slope)) for path, (base, slope) in given["eager"].items()}
-        return cls({str(key): float(ms) for key, ms in given["graphs"].items()}, eager)
+        eager = {str(path): (_time(base), _time(slope)) for path, (base, slope) in given["eager"].items()}
+        return cls({str(key): _time(ms) for key, ms in given["graphs"].items()}, eager)
+
+
+def _time(value: object) -> float:
+    """A time in milliseconds that a plan can be made with."""
+    found = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not 0 <= found <= MOST_MS:
+        raise ValueError(f"{value!r} is no time in milliseconds")
+    return found
 
 
 _measured: dict[str, Costs] = {}
@@ -74,7 +85,8 @@ def load(found: Mapping[str, Costs]) -> None:
     with _lock:
         for fingerprint, costs in found.items():
             _add(_loaded, fingerprint, costs)
-            _add(_measured, fingerprint, costs)
+            there = _measured.get(fingerprint, Costs())
+            _measured[fingerprint] = Costs(costs.graphs | there.graphs, costs.eager | there.eager)
 
 
 def _add(kept: dict[str, Costs], fingerprint: str, costs: Costs) -> None:
@@ -99,10 +111,17 @@ def fingerprint(
         modules: the encoder's.
         room: most items and most frames of a replay.
     """
-    weights = [
+    weights: list[tuple[object, ...]] = [
         (type(module).__qualname__, name, tuple(weight.shape), str(weight.dtype))
         for module in modules
         for name, weight in module.named_parameters()
+    ]
+    weights += [  # numbers of heads, windows, and other sizes that no weight shows
+        (name, key, value)
+        for module in modules
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, int | float | str) and key != "training"
     ]
     made = [config.mode, config.compiler, config.attention, config.isolate, BackendOptions().passes]
     parts = [device_name(device), torch.__version__, str(dtype), room, made, weights]

@@ -87,6 +87,7 @@ def save_cache(path: str | os.PathLike[str]) -> CacheReport:
             archive.writestr(_COSTS, json.dumps(costs))
             for number, piece in enumerate(pieces):
                 archive.writestr(f"{_PIECES}{number:04d}", piece)
+        os.chmod(temporary, 0o666 & ~_umask())  # a temporary file is the user's alone
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -114,7 +115,9 @@ def load_cache(path: str | os.PathLike[str]) -> CacheReport:
             pieces = [archive.read(member) for member in archive.namelist() if member.startswith(_PIECES)]
     except FileNotFoundError:
         return _unused(name, "there is no such file")
-    except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError, AttributeError) as error:
+    except OSError as error:
+        return _unused(name, f"it cannot be read ({error.strerror or error})")
+    except Exception as error:  # a damaged archive fails in many ways, and a start without a cache is only slower
         return _unused(name, f"it is damaged ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})")
     loaded = sum(map(compat.load_artifacts, pieces))
     if loaded < len(pieces):
@@ -122,6 +125,12 @@ def load_cache(path: str | os.PathLike[str]) -> CacheReport:
     choice.learn(kernels)
     known_costs.load(costs)
     return CacheReport(name, None, loaded, len(kernels), len(costs))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _unused(name: str, reason: str) -> CacheReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,8 +15,11 @@ _IS_TRAINING = operator.attrgetter("training")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _WITHOUT_SWITCHES = frozenset({"torch", "torchvision", "transformers", "transformers_modules", "timm"})
 """Packages whose layers are not switched by attributes once they are built: they are not looked at, which would take long."""
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, types.FunctionType, types.BuiltinFunctionType)
 _MISSING = object()
+_COUNT = "(number of attributes)"
+MOST_ENTRIES = 64
+"""Of a container; longer ones are data, not settings, and would take long to compare."""
 
 Settings = list[tuple[dict[str, Any], str, Any]]
 
@@ -54,35 +58,43 @@ def _held(model: Any) -> Iterator[Any]:
 def settings_of(modules: Iterable[nn.Module]) -> Settings:
     """Plain attributes of layers that somebody has put into a tower: an adapter that can be switched off keeps a flag, a scale or
     a name there, which a graph has frozen. (The attributes' home, name, a copy of the value.)"""
-    return [
-        (vars(module), name, copy.deepcopy(value))
-        for root in modules
-        for module in root.modules()
-        if type(module).__module__.partition(".")[0] not in _WITHOUT_SWITCHES
-        for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE and _is_plain(value)
-    ]
+    found: Settings = []
+    for root in modules:
+        for module in root.modules():
+            if type(module).__module__.partition(".")[0] in _WITHOUT_SWITCHES:
+                continue
+            home = vars(module)
+            found.append((home, _COUNT, len(home)))  # a default of the class may get a value on the instance
+            found += [
+                (home, name, copy.deepcopy(value))
+                for name, value in home.items()
+                if name not in _OF_EVERY_MODULE and _is_plain(value)
+            ]
+    return found
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+def _is_plain(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        entries = [*value, *value.values()] if isinstance(value, dict) else value
+        return depth > 0 and len(value) <= MOST_ENTRIES and all(_is_plain(entry, depth - 1) for entry in entries)
     return isinstance(value, _PLAIN)
 
 
 def unchanged(settings: Settings) -> Settings:
     """Those that still have their values."""
-    return [(home, name, value) for home, name, value in settings if home.get(name, _MISSING) == value]
+    return [
+        (home, name, value)
+        for home, name, value in settings
+        if (len(home) if name is _COUNT else home.get(name, _MISSING)) == value
+    ]
 
 
 class WeightWatch:
     """What the modules consisted of when their graphs were recorded.
 
     Replaced parameters, buffers and submodules are seen (LoRA merges, `load_state_dict(assign=True)`, `.to()`), and so is new
-    memory behind the same parameter. A change of values in place is none: the graphs read it. Costs tens of microseconds for a
-    tower of 27 layers; nothing on the device is touched.
+    memory behind the same parameter. A change of values in place is none: the graphs read it. Costs about 0.1 ms for a tower
+    of 27 layers, and half a microsecond for each setting; nothing on the device is touched.
 
     Args:
         modules, tensors: see `modules_of` and `tensors_of`.
