@@ -55,7 +55,7 @@ def sites(name: str) -> dict[str, Any]:
     try:
         model = released.build(DEPTH)
     except (ImportError, AttributeError):
-        return {**row, "why": "not in this version of transformers"}
+        return {**row, "why": "its library is not installed"}
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
     with torch.no_grad(), vit_compile.encoder_for(model, **smallest(dict(released.options))) as encoder:

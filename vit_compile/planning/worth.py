@@ -62,9 +62,9 @@ class Outcome:
     """Budget -> replays."""
 
     @property
-    def padded_share(self) -> float:
-        """Padding tokens / computed tokens of all replays, between 0 and 1."""
-        return (self.computed_tokens - self.tokens) / self.computed_tokens if self.computed_tokens else 0.0
+    def padded_share(self) -> float | None:
+        """Padding tokens / computed tokens of all replays, between 0 and 1. None: nothing was replayed."""
+        return (self.computed_tokens - self.tokens) / self.computed_tokens if self.computed_tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,13 @@ class Worth:
     replays: int
     """How often it serves, while it is there."""
     added_cost: float
-    """What the requests cost more without it; below 0 only where they run eagerly instead, at no known price."""
+    """What the requests cost more without it. Where eager runs have no price: of those images that a graph still serves."""
     added_share: float
     """The same as a part of what they cost with it."""
     added_eager_items: int
     """Images and clips that no graph would serve."""
+    added_eager_tokens: int = 0
+    """Their output tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,17 +214,27 @@ class Packer:
         """
         listed("ladder", ladder, "output-token counts")
         whole = self.serve(requests, ladder)
+        unpriced = self.costs.eager is None
         found = []
         for budget in ladder:
             rest = self.serve(requests, tuple(other for other in ladder if other != budget))
             added = rest.cost - whole.cost
+            lost, lost_tokens = rest.eager_items - whole.eager_items, rest.eager_tokens - whole.eager_tokens
+            if unpriced and lost:
+                added = self._added_to_served(requests, ladder)
             share = added / whole.cost if whole.cost else 0.0
-            lost = rest.eager_items - whole.eager_items
-            found.append(Worth(budget, whole.replays_of.get(budget, 0), added, share, lost))
-        unpriced = self.costs.eager is None
+            found.append(Worth(budget, whole.replays_of.get(budget, 0), added, share, lost, lost_tokens))
         return sorted(
             found, key=lambda worth: (-worth.added_eager_items if unpriced else 0, -worth.added_cost, worth.token_budget)
         )
+
+    def _added_to_served(self, requests: Requests, ladder: Ladder) -> float:
+        """What the largest budget's absence adds to the price of those items that a smaller graph holds."""
+        rest = ladder[:-1]
+        if not rest:
+            return 0.0
+        held = [[count for count in request if count <= rest[-1]] for request in requests]
+        return max(0.0, self.serve(held, rest).cost - self.serve(held, ladder).cost)
 
 
 def within_bytes(

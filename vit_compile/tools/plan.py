@@ -41,6 +41,12 @@ def make_plan(options: PlanOptions, tower: Tower) -> Plan:
         )
     half = len(tokens) // 2
     first, second = tokens[:half], tokens[half:]
+    if all(count > options.max_tokens for request in first for count in request):
+        raise BudgetError(
+            f"each image of the first {half} requests, to which the ladder is fitted, has more than --max-tokens "
+            f"{options.max_tokens} output tokens, {min(min(request) for request in first)} at least: raise it, or give a longer "
+            "or a shuffled trace."
+        )
     packer = Packer(options.max_items, _costs(known))
     ladder = _fitted(options, packer, first, known)
     return Plan(

@@ -7,7 +7,7 @@ import sys
 from rich.markup import escape
 from rich.table import Table
 
-from vit_compile.planning.worth import Worth
+from vit_compile.planning.worth import Outcome, Worth
 from vit_compile.tools.plan_result import LITTLE, Judged, Plan
 from vit_compile.tools.report import console_for
 
@@ -57,7 +57,7 @@ def _ladders(plan: Plan) -> Table:
 
 def _ladder_cells(plan: Plan, judged: Judged) -> list[str]:
     outcome = judged.by_cost
-    cells = [judged.name, str(len(judged.ladder)), f"{outcome.padded_share:.1%}", f"{judged.greedy.padded_share:.1%}"]
+    cells = [judged.name, str(len(judged.ladder)), _share(outcome), _share(judged.greedy)]
     cells += [str(outcome.replays), str(outcome.eager_items)]
     if judged.nbytes is not None and judged.startup_seconds is not None:
         milliseconds = outcome.cost / (plan.requests - plan.fitted_on)
@@ -65,11 +65,15 @@ def _ladder_cells(plan: Plan, judged: Judged) -> list[str]:
     return cells
 
 
+def _share(outcome: Outcome) -> str:
+    return "nothing replayed" if outcome.padded_share is None else f"{outcome.padded_share:.1%}"
+
+
 def _graphs(plan: Plan) -> Table:
     table = Table(header_style="bold", title="Graphs, the most worth first: what it costs to do without", title_justify="left")
     timed = plan.measured is not None
     rows_known = plan.tower.widths is not None
-    headings = ["budget", "replays", "added " + ("ms" if timed else "tokens"), "added", "images left eager"]
+    headings = ["budget", "replays", "added " + ("ms" if timed else "tokens"), "added", "images left eager", "tokens left eager"]
     headings += ["bytes freed", "start-up s saved"] if timed else []
     headings += ["input + output rows (arithmetic)"] if rows_known else []
     for heading in headings:
@@ -82,6 +86,7 @@ def _graphs(plan: Plan) -> Table:
 def _worth_cells(plan: Plan, worth: Worth) -> list[str]:
     added = f"{worth.added_cost:.1f}" if plan.measured is not None else f"{worth.added_cost:.0f}"
     cells = [str(worth.token_budget), str(worth.replays), added, f"{worth.added_share:.2%}", str(worth.added_eager_items)]
+    cells += [str(worth.added_eager_tokens)]
     freed, seconds = plan.bytes_without(worth.token_budget), plan.seconds_without(worth.token_budget)
     if freed is not None and seconds is not None:
         cells += [_mib(freed), f"{seconds:.2f}"]
@@ -91,6 +96,10 @@ def _worth_cells(plan: Plan, worth: Worth) -> list[str]:
 
 def _closing_lines(plan: Plan) -> list[str]:
     lines = []
+    if plan.fitted.by_cost.padded_share is None:
+        lines.append(
+            "[yellow]No graph serves an image of the second half: nothing was replayed, and the ladder could not be judged.[/]"
+        )
     if plan.measured is None:
         lines.append(f"Milliseconds, bytes, start-up: {_NOT_MEASURED}.")
     elif plan.extrapolated:

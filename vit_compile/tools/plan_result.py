@@ -190,6 +190,7 @@ class Plan:
             "added_ms_without": worth.added_cost if timed else None,
             "added_tokens_without": None if timed else round(worth.added_cost),
             "added_eager_images_without": worth.added_eager_items,
+            "added_eager_tokens_without": worth.added_eager_tokens,
             "bytes_freed": self.bytes_without(worth.token_budget),
             "startup_seconds_saved": self.seconds_without(worth.token_budget),
             "input_and_output_row_bytes": self.tower.row_bytes(worth.token_budget),

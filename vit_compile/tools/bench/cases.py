@@ -26,7 +26,7 @@ class Case:
     """Requests that make one row for each peer."""
 
     label: str
-    """The traffic's name, or "8 x 448"."""
+    """The traffic's name, or "8 x 448"; "1 x 1024 (as 256 x 256)" where the tower's limits change the size."""
 
     requests: tuple[Request, ...]
     """In the order in which they are measured."""
@@ -61,7 +61,7 @@ def traffic_for(settings: BenchSettings, geometry: Geometry) -> Traffic:
     if settings.trace is not None:
         return _from_trace(settings.trace, settings.requests)
     if settings.traffic.startswith(SINGLE):
-        return _singles(settings.traffic, settings.requests)
+        return _singles(settings.traffic, settings.requests, geometry)
     if settings.traffic not in PRESETS:
         raise OptionError(
             f"traffic {settings.traffic!r}: choose one of {', '.join(PRESETS)}, or {SINGLE}COUNTxSIDE[,COUNTxSIDE] for repeated "
@@ -82,8 +82,8 @@ def traffic_for(settings: BenchSettings, geometry: Geometry) -> Traffic:
     )
 
 
-def _singles(text: str, requests: int) -> Traffic:
-    cases = tuple(_single(part.strip(), requests) for part in text.removeprefix(SINGLE).split(","))
+def _singles(text: str, requests: int, geometry: Geometry) -> Traffic:
+    cases = tuple(_single(part.strip(), requests, geometry) for part in text.removeprefix(SINGLE).split(","))
     first = tuple(case.requests[0] for case in cases)
     return Traffic(
         name=text,
@@ -95,13 +95,22 @@ def _singles(text: str, requests: int) -> Traffic:
     )
 
 
-def _single(text: str, requests: int) -> Case:
+def _single(text: str, requests: int, geometry: Geometry) -> Case:
     found = _CASE.fullmatch(text)
     if found is None or not all(map(int, found.groups())):
         raise OptionError(f"case {text!r} of {SINGLE}: expected COUNTxSIDE with a side in pixels, such as 8x448.")
     count, side = map(int, found.groups())
-    request = (Picture(side, side),) * count
-    return Case(f"{count} x {side}", (request,) * requests)
+    picture = Picture(side, side)
+    return Case(f"{count} x {side}{_measured_as(picture, geometry)}", ((picture,) * count,) * requests)
+
+
+def _measured_as(picture: Picture, geometry: Geometry) -> str:
+    """Names the size that a tower gets where its limits, and not just rounding to whole blocks, change the picture's."""
+    _, rows, columns = geometry.grid(picture)
+    high, wide = rows * geometry.patch_size, columns * geometry.patch_size
+    if 2 * max(abs(high - picture.height), abs(wide - picture.width)) <= geometry.block:
+        return ""
+    return f" (as {high} x {wide})"
 
 
 def _from_trace(path: Path, requests: int) -> Traffic:

@@ -24,6 +24,7 @@ CPU_REQUESTS, CPU_SECONDS, CPU_BUDGETS = 20, 4.0, 4
 
 
 def bench(
+    context: typer.Context,
     files: Annotated[list[Path] | None, typer.Argument(help="Result files, for --targets.", show_default=False)] = None,
     tower: Annotated[
         str | None,
@@ -35,8 +36,13 @@ def bench(
         str | None, typer.Option("--model", help="Folder of any packed or dense model, instead of --tower.", show_default=False)
     ] = None,
     traffic: Annotated[
-        str, typer.Option("--traffic", help="A preset, or single:1x224,8x448 for repeated requests of COUNTxSIDE pixels.")
-    ] = "chat",
+        str | None,
+        typer.Option(
+            "--traffic",
+            help="A preset [default: chat], or single:1x224,8x448 for repeated requests of COUNTxSIDE pixels.",
+            show_default=False,
+        ),
+    ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="JSONL file of requests.", show_default=False)] = None,
     requests: Annotated[
         int | None, typer.Option("--requests", min=1, help="Requests of each case [150; on a CPU 20].", show_default=False)
@@ -90,14 +96,18 @@ def bench(
 ) -> None:
     """Time every way to run a vision tower on the same requests, and check the features against eager."""
     if targets or files:
-        _print_targets(files or [], wanted=targets)
+        _print_targets(files or [], context, wanted=targets)
         return
+    if trace is not None and traffic is not None:
+        raise OptionError(f"--traffic {traffic} would do nothing with --trace: give one of them.")
+    if model is not None and tower is not None:
+        raise OptionError(f"--tower {tower} would do nothing with --model: give one of them.")
     from vit_compile.tools.dependencies import require
 
     require("torch", "transformers", "numpy", extra="hf")
     require("matplotlib", extra="bench")
     from vit_compile.tools.bench.ranks import joined, local_device
-    from vit_compile.tools.bench.settings import DEFAULT_TOWER, BenchSettings
+    from vit_compile.tools.bench.settings import DEFAULT_TOWER, DEFAULT_TRAFFIC, BenchSettings
     from vit_compile.tools.vision_models import choose_device
 
     where = local_device(choose_device(device))
@@ -107,7 +117,7 @@ def bench(
         small=small or (on_cpu and tower is None and model is None),
         weights=weights,
         model=model,
-        traffic=traffic,
+        traffic=traffic or DEFAULT_TRAFFIC,
         trace=trace,
         requests=requests or (CPU_REQUESTS if on_cpu else 150),
         seed=seed,
@@ -136,18 +146,20 @@ def _measure(settings: BenchSettings, ranks: Ranks, out_dir: Path, name: str | N
     """Measure, print, write; did one of this package's peers fail?"""
     from transformers.utils import logging as hf_logging
 
-    from vit_compile.tools import runs
     from vit_compile.tools.bench import job, report, results, table
 
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     first = ranks.rank == 0
     if first:
-        runs.check_writable(out_dir)
+        results.check_writable(out_dir if name is None else (out_dir / name).parent)
 
     def progress(rows: Sequence[Row], so_far: Result) -> None:
-        _say(rows)
         base = _base(so_far, out_dir, name)
+        if not rows:
+            report.check_files(base)
+            return
+        _say(rows)
         results.write_json(so_far, base.with_name(base.name + ".json"))
 
     result = job.run(settings, ranks, command=_command(ranks), **({"progress": progress} if first else {}))
@@ -172,14 +184,24 @@ def _say(rows: Sequence[Row]) -> None:
         print(f"{row.peer}, {row.case}: {what}", file=sys.stderr, flush=True)
 
 
-def _print_targets(files: list[Path], *, wanted: bool) -> None:
-    from vit_compile.tools.bench import results, targets
+def _print_targets(files: list[Path], context: typer.Context, *, wanted: bool) -> None:
+    from vit_compile.tools.bench import targets
 
     if not wanted:
         raise OptionError(f"{files[0]} without --targets: files are read for the targets only; a trace goes to --trace.")
     if not files:
         raise OptionError("--targets needs at least one result file.")
-    targets.print_targets([results.read_json(path) for path in files])
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name not in ("files", "targets") and _is_given(context, name):
+            raise OptionError(f"{parameter.opts[0]} would do nothing with --targets, which measures nothing: leave it out.")
+    targets.print_targets([targets.Source.read(path) for path in dict.fromkeys(files)])
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Did the user name this option?"""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
 
 
 def _command(ranks: Ranks) -> str:
@@ -195,7 +217,12 @@ def _capacities(text: str | None, *, on_cpu: bool) -> tuple[int, ...]:
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+    if text is None:
+        return None
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise OptionError(f"--peers {text!r} names no peer: leave it out for all of them.")
+    return names
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...]:

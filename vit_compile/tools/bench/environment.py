@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ def environment(device: torch.device, *, ranks: int) -> dict[str, Any]:
     import vit_compile
 
     found: dict[str, Any] = {
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device_name(device),
         "device_type": device.type,
         "ranks": ranks,

@@ -26,7 +26,7 @@ from vit_compile.tools.bench.towers import Tower, load_tower
 from vit_compile.tools.bench.workload import Pixels, item_grids
 
 Progress = Callable[[Sequence[Row], Result], None]
-"""Called with the rows of each peer, and the result so far: a run that is cut off has lost one peer, not all of them."""
+"""Called without rows before the first peer, then with the rows of each and the result so far: a run that is cut off has lost one peer, not all of them."""
 
 
 def run(settings: BenchSettings, ranks: Ranks, *, command: str, progress: Progress = lambda rows, so_far: None) -> Result:
@@ -58,6 +58,7 @@ def run(settings: BenchSettings, ranks: Ranks, *, command: str, progress: Progre
         tolerance=settings.allowed_difference,
         rows=[],
     )
+    progress([], result)
     for spec in specs:
         found = measure(bench, spec)
         result = replace(result, rows=[*result.rows, *found])

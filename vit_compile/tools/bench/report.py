@@ -34,13 +34,28 @@ def file_name(result: Result) -> str:
     return re.sub(r"[^\w.-]+", "-", f"{result.tower['key']}{small}-{result.traffic['name']}{group}").strip("-")
 
 
+def check_files(base: Path) -> None:
+    """Refuses a place where files of other kinds are in the way, before anything is measured.
+
+    Raises:
+        OptionError: a folder has the name of one of the files.
+    """
+    for path in _paths(base):
+        if path.is_dir():
+            raise OptionError(f"cannot write {path}: it is a folder.")
+
+
+def _paths(base: Path) -> list[Path]:
+    return [base.with_name(f"{base.name}.{ending}") for ending in ("json", "png", "html")]
+
+
 def write(result: Result, base: Path) -> list[Path]:
     """`base`.png and `base`.html; returns all files of the result, the JSON file first.
 
     Raises:
         OptionError: one cannot be written.
     """
-    paths = [base.with_name(f"{base.name}.{ending}") for ending in ("json", "png", "html")]
+    paths = _paths(base)
     try:
         plot.picture(result, paths[1])
         paths[2].write_text(page(result, paths[1].read_bytes()), encoding="utf-8")

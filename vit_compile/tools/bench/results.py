@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -100,13 +102,29 @@ class Row:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Self:
-        """What `as_dict` gave. Unknown fields are left out: a newer version may have written them."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        values = {name: _read(value) for name, value in given.items() if name in known}
+        """What `as_dict` gave. Unknown fields are left out: a newer version may have written them.
+
+        Raises:
+            OptionError: a field has a value of another kind, or a row that is "ok" has no times.
+        """
+        known = {field.name: str(field.type) for field in dataclasses.fields(cls)}
+        values = {name: _read(value) if "float" in known[name] else value for name, value in given.items() if name in known}
+        for name, value in values.items():
+            _check(name, value, known[name])
         for name in ("latencies_ms", "budgets"):
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
-        return cls(**values)
+        row = cls(**values)
+        if row.status == OK:
+            row._check_times()
+        return row
+
+    def _check_times(self) -> None:
+        """What every measured row has."""
+        times = {"latencies_ms": self.latencies_ms, **{name: (getattr(self, name),) for name in ("mean_ms", "p50_ms", "p99_ms")}}
+        for name, found in times.items():
+            if not found or not all(time is not None and 0 < time < math.inf for time in found):
+                raise OptionError(f"{self.peer}, {self.case}: {name} must have milliseconds above 0.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,8 +186,90 @@ class Result:
             raise OptionError(
                 f"kind {given.get('kind')!r}, schema {given.get('schema')!r}: expected {KIND!r}, schema {SCHEMA}; measure again."
             )
-        names = ("command", "environment", "tower", "traffic", "settings", "tolerance")
-        return cls(**{name: given[name] for name in names}, rows=[Row.from_dict(row) for row in given["rows"]])
+        values = {name: given[name] for name in _FILE}
+        for name, kind in _FILE.items():
+            _check(name, values[name], kind)
+        for part, fields in _PARTS.items():
+            for name, kind in fields.items():
+                if name not in values[part]:
+                    raise OptionError(f"{part} has no {name}.")
+                _check(f"{name} of {part}", values[part][name], kind)
+        rows = values.pop("rows")
+        for row in rows:
+            _check("a row", row, "Mapping")
+        return cls(**values, rows=[Row.from_dict(row) for row in rows])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_int(value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _is_list(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(of, value))
+
+
+_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("text", lambda value: isinstance(value, str)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("a whole number", _is_int),
+    "float": ("a number", _is_number),
+    "list": ("a list", lambda value: isinstance(value, list)),
+    "Mapping": ("an object", lambda value: isinstance(value, dict)),
+    "dict[str, int]": ("an object of whole numbers", lambda value: isinstance(value, dict) and all(map(_is_int, value.values()))),
+    "tuple[int, ...]": ("a list of whole numbers", _is_list(_is_int)),
+    "tuple[float, ...]": ("a list of numbers", _is_list(_is_number)),
+}
+"""By annotation: in words, and whether a value from JSON is one."""
+
+_FILE = {
+    "command": "str",
+    "environment": "Mapping",
+    "tower": "Mapping",
+    "traffic": "Mapping",
+    "settings": "Mapping",
+    "tolerance": "float",
+    "rows": "list",
+}
+_PARTS = {
+    "environment": {"device": "str", "device_type": "str", "ranks": "int"},
+    "tower": {"name": "str", "key": "str", "small": "bool", "dtype": "str"},
+    "traffic": {"name": "str", "is_single": "bool"},
+}
+"""What readers of a file count on."""
+
+
+def _check(name: str, value: Any, annotation: str) -> None:
+    kind = annotation.removesuffix(" | None")
+    words, fits = _KINDS[kind]
+    if not fits(value) and not (value is None and kind != annotation):
+        shown = repr(value)
+        raise OptionError(f"{name}: expected {words}, found {shown if len(shown) < 40 else shown[:36] + ' ...'}.")
+
+
+def check_writable(folder: Path) -> None:
+    """Refuses a folder for results that cannot be made or written to, by trying it out; nothing is left behind.
+
+    Raises:
+        OptionError: it cannot.
+    """
+    made: list[Path] = []
+    try:
+        missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+        for parent in reversed(missing):
+            parent.mkdir()
+            made.append(parent)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OptionError(f"cannot write to {folder}: {error.strerror or error}.") from error
+    finally:
+        for parent in reversed(made):
+            with suppress(OSError):  # somebody else put something into it
+                parent.rmdir()
 
 
 def write_json(result: Result, path: Path) -> None:
@@ -199,8 +299,12 @@ def read_json(path: Path) -> Result:
         return Result.from_dict(content)
     except OSError as error:
         raise OptionError(f"cannot read {path}: {error.strerror or error}.") from error
-    except (ValueError, KeyError, TypeError) as error:  # an OptionError is a ValueError too
-        raise OptionError(f"{path} is no result of vit-compile bench: {error}") from error
+    except KeyError as error:
+        raise OptionError(f"{path} is no result of vit-compile bench: it has no {error}.") from error
+    except RecursionError as error:
+        raise OptionError(f"{path} is no result of vit-compile bench: it is nested too deeply.") from error
+    except (ValueError, TypeError) as error:  # an OptionError is a ValueError too
+        raise OptionError(f"{path} is no result of vit-compile bench: {' '.join(str(error).split())}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -210,4 +314,4 @@ def _plain(value: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    return float(value) if value in ("inf", "-inf", "nan") else value
+    return float(value) if isinstance(value, str) and value in ("inf", "-inf", "nan") else value

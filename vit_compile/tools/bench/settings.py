@@ -11,6 +11,7 @@ from vit_compile.options import COMPILERS, check_choice, positive_int, positive_
 DTYPES = ("float32", "bfloat16", "float16")
 CACHES = ("fresh", "shared")
 DEFAULT_TOWER = "qwen3-vl-8b"
+DEFAULT_TRAFFIC = "chat"
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
 """Largest relative difference of an image's features from eager's (norm over norm) that counts as rounding. Random weights are
@@ -36,7 +37,7 @@ class BenchSettings:
     model: str | None = None
     """Folder of any model that `accelerate` serves as a packed or as a dense tower."""
 
-    traffic: str = "chat"
+    traffic: str = DEFAULT_TRAFFIC
     """A preset of `planning.traffic.PRESETS`, or "single:1x224,8x448": one request, repeated, for each case."""
 
     trace: Path | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from rich.markup import escape
 from rich.table import Table
 
 from vit_compile.tools.bench.results import CPU_NOTE, OK, Result, Row
@@ -61,9 +62,9 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("mean\nms", lambda row: number(row.mean_ms)),
     ("P50\nms", lambda row: number(row.p50_ms)),
     ("P99\nms", lambda row: number(row.p99_ms)),
-    ("back to\nback ms", lambda row: number(row.back_to_back_ms)),
-    ("images\n/s", lambda row: number(row.images_per_s, 0)),
-    ("tokens\n/s", lambda row: number(row.tokens_per_s, 0)),
+    ("back to\nback, re-\npeated ms", lambda row: number(row.back_to_back_ms)),
+    ("images/s,\nrepeated", lambda row: number(row.images_per_s, 0)),
+    ("tokens/s,\nrepeated", lambda row: number(row.tokens_per_s, 0)),
     ("host\nshare", lambda row: share(row.host_share)),
     ("x roof-\nline", lambda row: number(row.roofline_ratio)),
     ("padded\nshare", lambda row: share(row.padded_share)),
@@ -119,7 +120,7 @@ def graphs(result: Result) -> list[str]:
 def _table(measured: Sequence[Row], case: str) -> Table:
     # Columns in which nobody has anything are left out: there is no roofline on a CPU, for example.
     columns = [(name, cell) for name, cell in COLUMNS if any(cell(row) != "-" for row in measured)]
-    table = Table(title=case, title_justify="left", header_style="bold")
+    table = Table(title=escape(case), title_justify="left", header_style="bold")
     table.add_column("peer", no_wrap=True)
     for name, _ in columns:
         table.add_column(name, justify="right", overflow="fold")

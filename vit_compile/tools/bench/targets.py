@@ -1,6 +1,8 @@
 """The targets of this project, as functions over the rows of result files: what was reached, or that no file says.
 
 Ratios are of times on the same case in the same file. Where a slow peer served fewer requests, both sides count those only.
+Where several files have what a target is about, the newest counts; for set-up and memory the worst of all. Presets are known by
+the settings in the file, so a trace that is called like one is none. Towers of full size on a GPU are judged, and nothing else.
 """
 
 from __future__ import annotations
@@ -8,16 +10,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
-from vit_compile.tools.bench.results import OK, Latencies, Result, Row
+from vit_compile.errors import OptionError
+from vit_compile.tools.bench.results import OK, Latencies, Result, Row, read_json
 from vit_compile.tools.report import console_for
 
 OURS = "vit-full"
 RIVALS = ("eager", "compile", "capture-of-eager")
 SMALL, LARGE, EIGHT, TWENTY = "1 x 224", "1 x 1024", "8 x 448", "20 x 336"
 NOT_THERE = "not in these files"
+CPU_NUMBERS, TINY_TOWER = "CPU numbers", "tiny tower"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +33,33 @@ class Reached:
 
     value: float
     more: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A result and where it comes from."""
+
+    name: str
+    """Of the file."""
+
+    result: Result
+    when: float
+    """Seconds since 1970: when it was measured."""
+
+    @classmethod
+    def read(cls, path: Path) -> Source:
+        """A file that `vit-compile bench` wrote. Files of earlier versions have no date inside; theirs is the file's own.
+
+        Raises:
+            OptionError: it cannot be read, or is something else.
+        """
+        result = read_json(path)
+        written = result.environment.get("measured_at")
+        try:
+            when = path.stat().st_mtime if written is None else datetime.fromisoformat(written).timestamp()
+        except (OSError, TypeError, ValueError, OverflowError) as error:
+            raise OptionError(f"{path}: measured_at {str(written)[:40]!r}: expected a date and time.") from error
+        return cls(str(path), result, when)
 
 
 Find = Callable[["Rows"], "Reached | None"]
@@ -52,32 +86,64 @@ class Target:
 
 
 class Rows:
-    """Rows of one tower on one kind of device, from one or more files."""
+    """Rows of one tower on one kind of device, from one or more files. One target's: it keeps which files were taken."""
 
-    def __init__(self, results: Iterable[Result]) -> None:
-        self._results = list(results)
+    def __init__(self, sources: Iterable[Source]) -> None:
+        self._sources = sorted(sources, key=lambda source: -source.when)
+        self._taken: dict[str, None] = {}
 
     def pair(self, case: str, ours: str, theirs: str) -> tuple[Row, Row] | None:
-        """Two peers on a case, from one file. Case "chat" means traffic of that name."""
-        for result in self._results:
-            found = {row.peer: row for row in result.rows if row.case == case and row.status == OK}
-            if ours in found and theirs in found:
-                return found[ours], found[theirs]
-        return None
+        """Two peers on a case, from the newest file that has both. Case "chat" is the preset."""
+        pairs: list[tuple[str, Row, Row]] = []
+        for source in self._sources:
+            if _has_case(source.result, case):
+                found = {row.peer: row for row in source.result.rows if row.case == case and row.status == OK}
+                pairs += [(source.name, found[ours], found[theirs])] if ours in found and theirs in found else []
+        if not pairs:
+            return None
+        name, mine, other = pairs[0]
+        self.took(name, of=len(pairs), rule="newest")
+        return mine, other
+
+    def took(self, name: str, *, of: int, rule: str) -> None:
+        """Remember a file, where there was a choice."""
+        if of > 1:
+            self._taken[f"{name}, {rule} of {of} files"] = None
+
+    @property
+    def taken(self) -> str:
+        """Which files were taken where several would do; else nothing."""
+        return "; ".join(self._taken)
 
     def one(self, case: str, peer: str = OURS) -> Row | None:
         """A peer on a case."""
         found = self.pair(case, peer, peer)
         return None if found is None else found[0]
 
-    def all(self, peer: str) -> list[Row]:
-        """A peer on every case."""
-        return [row for result in self._results for row in result.rows if row.peer == peer and row.status == OK]
+    def worst(self, peer: str, value: Callable[[Row], float | None]) -> tuple[Row, float] | None:
+        """The largest value of a peer, over all cases of all files; None values do not count."""
+        mine = [(source.name, row) for source in self._sources for row in source.result.rows if row.peer == peer]
+        found = [(name, row, number) for name, row in mine if row.status == OK and (number := value(row)) is not None]
+        if not found:
+            return None
+        name, row, number = max(found, key=lambda one: one[2])
+        self.took(name, of=len({one[0] for one in found}), rule="worst")
+        return row, number
 
     def single_cases(self) -> list[str]:
         """Labels of the repeated requests."""
-        results = [result for result in self._results if result.traffic["is_single"]]
+        results = [source.result for source in self._sources if _is_single(source.result)]
         return list(dict.fromkeys(row.case for result in results for row in result.rows))
+
+
+def _has_case(result: Result, case: str) -> bool:
+    """Could the file's row of this name be the case? A trace's could not: it has the name of its file."""
+    preset = result.settings.get("traffic") == case and result.settings.get("trace") is None
+    return _is_single(result) or (preset and not result.traffic["is_single"])
+
+
+def _is_single(result: Result) -> bool:
+    return bool(result.traffic["is_single"]) and result.settings.get("trace") is None
 
 
 def median_ratio(case: str, rival: str) -> Find:
@@ -180,22 +246,27 @@ def startup(name: str) -> Find:
     """Longest set-up of ours with nine budgets or more."""
 
     def find(rows: Rows) -> Reached | None:
-        found = [row for row in rows.all(OURS) if len(row.budgets or ()) >= BUDGETS and getattr(row, name) is not None]
-        if not found:
+        def value(row: Row) -> float | None:
+            seconds: float | None = getattr(row, name)
+            return seconds if len(row.budgets or ()) >= BUDGETS else None
+
+        worst = rows.worst(OURS, value)
+        if worst is None:
             return None
-        worst = max(found, key=lambda row: getattr(row, name))
-        return Reached(getattr(worst, name), f"{len(worst.budgets or ())} budgets, {worst.graphs} graphs")
+        row, seconds = worst
+        return Reached(seconds, f"{len(row.budgets or ())} budgets, {row.graphs} graphs")
 
     return find
 
 
 def memory(rows: Rows) -> Reached | None:
     """All graphs over the largest."""
-    found = [row for row in rows.all(OURS) if row.graph_bytes and row.largest_graph_bytes]
-    if not found:
-        return None
-    ratios = [(row.graph_bytes or 0) / (row.largest_graph_bytes or 1) for row in found]
-    return Reached(max(ratios))
+
+    def value(row: Row) -> float | None:
+        return row.graph_bytes / row.largest_graph_bytes if row.graph_bytes and row.largest_graph_bytes else None
+
+    worst = rows.worst(OURS, value)
+    return None if worst is None else Reached(worst[1])
 
 
 MOST_GRAPHS, BUDGETS = 12, 9
@@ -222,34 +293,49 @@ TARGETS = (
 )
 
 
-def print_targets(results: Sequence[Result]) -> None:
-    """One table for each tower and device."""
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        groups.setdefault((result.tower["name"], result.environment["device"]), []).append(result)
+def print_targets(sources: Sequence[Source]) -> None:
+    """One table for each tower, precision and device."""
+    groups: dict[tuple[str, ...], list[Source]] = {}
+    for source in sources:
+        result = source.result
+        ranks = result.environment["ranks"]
+        device = result.environment["device"] + (f" x {ranks}" if ranks > 1 else "")
+        kind = ("small" if result.tower["small"] else "full", result.environment["device_type"])
+        groups.setdefault((result.tower["name"], result.tower["dtype"], device, *kind), []).append(source)
     console = console_for(sys.stdout)
-    for (tower, device), found in groups.items():
-        console.print(_table(f"{tower}, {device}", found), highlight=False)
+    for (tower, dtype, device, *_), found in groups.items():
+        console.print(_table(f"{tower}, {dtype}, {device}", found), highlight=False)
 
 
-def _table(title: str, results: Sequence[Result]) -> Table:
-    rows = Rows(results)
-    note = " (CPU: says nothing about a GPU)" if any(result.is_cpu for result in results) else ""
-    table = Table(title=title + note, title_justify="left", header_style="bold")
+def refusal(result: Result) -> str:
+    """Why targets are not judged by a file; empty where they are."""
+    reasons = [TINY_TOWER] if result.tower["small"] else []
+    reasons += [CPU_NUMBERS] if result.environment["device_type"] != "cuda" else []
+    return ", ".join(reasons)
+
+
+def _table(title: str, sources: Sequence[Source]) -> Table:
+    refused = refusal(sources[0].result)
+    note = " (CPU numbers: they say nothing about a GPU)" if CPU_NUMBERS in refused else ""
+    table = Table(title=escape(title + note), title_justify="left", header_style="bold")
     for name in ("target", "what", "needed", "reached", "verdict"):
         table.add_column(name, overflow="fold")
     for target in TARGETS:
+        rows = Rows(sources)
         reached = target.find(rows)
-        verdict = target.verdict(reached)
+        verdict = target.verdict(reached) if reached is None or not refused else refused
         sign = ">=" if target.at_least else "<="
         color = {"reached": "green", "missed": "red"}.get(verdict, "dim")
         needed = f"{sign} {target.limit:g} {target.unit}"
-        table.add_row(str(target.number), target.what, needed, _words(target, reached), f"[{color}]{verdict}[/]")
+        table.add_row(
+            str(target.number), target.what, needed, escape(_words(target, reached, rows.taken)), f"[{color}]{verdict}[/]"
+        )
     return table
 
 
-def _words(target: Target, reached: Reached | None) -> str:
+def _words(target: Target, reached: Reached | None, taken: str) -> str:
     if reached is None:
         return "-"
     number = "" if reached.value == float("inf") else f"{reached.value:.2f} {target.unit}"
-    return " ".join(part for part in (number, f"({reached.more})" if reached.more else "") if part)
+    more = "; ".join(part for part in (reached.more, taken) if part)
+    return " ".join(part for part in (number, f"({more})" if more else "") if part)
