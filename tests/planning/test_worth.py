@@ -47,7 +47,8 @@ def test_greedy_outcomes_are_those_of_a_walk(requests: list[list[int]], ladder: 
     assert found.computed_tokens == sum(smallest(ladder, total) for total in served)
     assert (found.eager_items, found.eager_tokens) == (len(eager), sum(map(sum, eager)))
     assert found.cost == found.computed_tokens + found.eager_tokens
-    assert 0 <= found.padded_share < 1
+    assert (found.padded_share is None) == (not served)
+    assert 0 <= (found.padded_share or 0) < 1
 
 
 @given(REQUESTS, LADDERS, st.integers(1, 4))
@@ -89,7 +90,7 @@ def test_every_item_of_an_eager_batch_counts() -> None:
 def test_nothing_is_replayed_for_nothing() -> None:
     """Requests without items or tokens, and a ladder without budgets, replay nothing and divide by nothing."""
     empty = Packer(4).serve([[], [0]], (8,))
-    assert (empty.replays, empty.cost, empty.padded_share) == (0, 0.0, 0.0)
+    assert (empty.replays, empty.cost, empty.padded_share) == (0, 0.0, None)
     bare = Packer(4).serve([[3, 4]], ())
     assert (bare.replays, bare.eager_items, bare.cost) == (0, 2, 7.0)
 
@@ -155,6 +156,25 @@ def test_a_graph_is_worth_what_its_absence_costs() -> None:
         (8, 4, 32.0, 0),
     ]
     assert [worth.added_share for worth in found] == [0, 40 / 88, 32 / 88]
+
+
+@settings(max_examples=100)
+@given(REQUESTS, LADDERS, st.integers(1, 4))
+def test_no_loss_is_negative(requests: list[list[int]], ladder: Ladder, max_items: int) -> None:
+    """Whatever goes eager without a budget is named by its items and tokens, and adds nothing below zero."""
+    for worth in Packer(max_items).worth(requests, ladder):
+        rest = [budget for budget in ladder if budget != worth.token_budget]
+        lost = [count for request in requests for count in request if (max(rest) if rest else 0) < count <= ladder[-1]]
+        assert worth.added_cost >= 0
+        assert (worth.added_eager_items, worth.added_eager_tokens) == (len(lost), sum(lost))
+
+
+def test_padding_saved_by_going_eager_is_no_gain() -> None:
+    """By hand over (16, 64): without 64 an image of 36 goes eager, 28 tokens of padding less; two of 12 take 32 for 64 still."""
+    found = {worth.token_budget: worth for worth in Packer(4).worth([[36], [12, 12]], (16, 64))}
+    assert (found[64].added_cost, found[64].added_eager_items, found[64].added_eager_tokens) == (0, 1, 36)
+    merged = {worth.token_budget: worth for worth in Packer(4).worth([[20], [9, 9, 9]], (10, 28))}
+    assert (merged[28].added_cost, merged[28].added_eager_tokens) == (2, 20)  # 3 x 10 instead of 28
 
 
 def test_with_a_price_for_eager_cost_alone_decides() -> None:

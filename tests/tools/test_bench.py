@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 pytest.importorskip("matplotlib", reason="the report is drawn with it")
 
 from vit_compile.planning.traffic import Picture, write_jsonl
+from vit_compile.runtime.table_items import MetadataCache
 from vit_compile.tools.bench import peers
 from vit_compile.tools.bench.checking import difference
 from vit_compile.tools.bench.ladders import Ladder
@@ -82,6 +83,31 @@ def features(peer: Any, inputs: Any) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("name", ["capture-of-eager", "vit-full"])
+def test_repeated_requests_compute_no_metadata(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/bench.md has it: the manager keeps metadata by grid and layout, so only new sizes pay for it."""
+    made: list[Any] = []
+
+    def counting(self: MetadataCache, key: Any, path: str) -> Any:
+        made.append(key)
+        return compute(self, key, path)
+
+    compute = MetadataCache._made
+    monkeypatch.setattr(MetadataCache, "_made", counting)
+    setup, pixels = setup_for("qwen3-vl-8b", (MIXED,), is_single=True)
+    new = (Picture(96, 96),)
+    with torch.no_grad():
+        peer = peers.PEERS[name].make(setup)
+        peer.call(peer.prepare(pixels.inputs(MIXED, 0)))
+        assert made
+        made.clear()
+        peer.call(peer.prepare(pixels.inputs(MIXED, 1)))
+        assert made == []
+        peer.call(peer.prepare(pixels.inputs(new, 0)))
+        assert made
+        peer.close()
+
+
 def test_peers_that_cannot_run_say_why() -> None:
     """Recordings need a GPU, the backend's peers repeated requests."""
     setup, _ = setup_for("dinov2-s", (MIXED,), is_single=False)
@@ -126,7 +152,9 @@ def test_command_from_end_to_end(tmp_path: Path) -> None:
     assert (ours.hits, ours.misses, ours.graphs) == (ours.images, {}, 2)
     assert result.environment["device_type"] == "cpu"
     assert base.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "measured_at" in result.environment
     page = base.with_suffix(".html").read_text()
+    assert "<th>back to back, repeated ms</th><th>images/s, repeated</th><th>tokens/s, repeated</th>" in page
     assert "data:image/png;base64," in page
     assert "say nothing about a GPU" in page
     assert 'src="http' not in page
@@ -167,7 +195,7 @@ def test_single_cases_and_targets(tmp_path: Path) -> None:
     targets = bench("--targets", str(tmp_path / "single.json"))
     assert targets.exit_code == 0, targets.output
     assert "not in these files" in targets.stdout
-    assert "CPU" in targets.stdout
+    assert "CPU numbers" in targets.stdout
 
 
 @pytest.mark.slow
@@ -222,6 +250,12 @@ def test_wrong_numbers_fail_the_run(
         (("file.json",), "--targets"),
         (("--targets", "nowhere.json"), "nowhere.json"),
         (("--model", "nowhere"), "nowhere"),
+        (("--peers", ""), "--peers"),
+        (("--peers", ","), "--peers"),
+        (("--trace", "t.jsonl", "--traffic", "chat"), "--traffic chat would do nothing with --trace"),
+        (("--model", "nowhere", "--tower", "dinov2-s"), "--tower dinov2-s would do nothing with --model"),
+        (("--targets", "nowhere.json", "--seed", "2"), "--seed would do nothing with --targets"),
+        (("--targets", "nowhere.json", "--out-dir", "x"), "--out-dir would do nothing with --targets"),
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], text: str, tmp_path: Path) -> None:
@@ -232,6 +266,27 @@ def test_mistakes_are_one_line(arguments: tuple[str, ...], text: str, tmp_path: 
     (line,) = done.stderr.strip().splitlines()
     assert text in line
     assert not (tmp_path / "out").exists()
+
+
+def refuse(setup: Setup) -> Any:
+    """Must not be reached."""
+    pytest.fail("a peer was set up")
+
+
+@pytest.mark.parametrize("where", ["file", "file/below", "/proc/x", "taken"])
+def test_places_that_cannot_be_written_are_found_first(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line and exit code 2 before a peer runs: a file, /proc, a folder where a file should go."""
+    monkeypatch.setitem(peers.PEERS, "eager", PeerSpec(name="eager", summary="", make=refuse))
+    (tmp_path / "file").touch()
+    (tmp_path / "taken" / "qwen3-vl-8b-small-single-1x56.html").mkdir(parents=True)
+    done = bench(
+        "--tower", "qwen3-vl-8b", "--small", "--traffic", "single:1x56", "--peers", "eager", *QUICK,
+        "--out-dir", str(tmp_path / where),
+    )  # fmt: skip
+    assert done.exit_code == 2, done.output
+    (line,) = done.stderr.strip().splitlines()
+    assert "cannot write" in line
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_half_precision_knows_the_float32_reference() -> None:

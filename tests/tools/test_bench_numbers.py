@@ -22,7 +22,7 @@ from vit_compile.tools.bench.flops import formula_for
 from vit_compile.tools.bench.peers_eager import dense_arguments
 from vit_compile.tools.bench.results import Latencies, Result, Row, read_json, write_json
 from vit_compile.tools.bench.settings import BenchSettings
-from vit_compile.tools.bench.targets import NOT_THERE, TARGETS, Reached, Rows, Target
+from vit_compile.tools.bench.targets import NOT_THERE, TARGETS, Reached, Rows, Source, Target, print_targets
 from vit_compile.tools.bench.towers import TOWERS, Tower, load_tower
 from vit_compile.tools.bench.workload import Pixels, item_grids
 
@@ -111,6 +111,17 @@ def test_single_cases_have_exact_budgets() -> None:
     assert (made.budgets, made.max_items) == ((49, 180), 20)
 
 
+def test_labels_name_the_size_that_is_measured() -> None:
+    """Rounding to whole tokens is not worth a word; a limit of the tower, from either side, is."""
+    traffic = traffic_for(BenchSettings(traffic="single:2x336,1x448,1x1024,1x5", requests=1), GEOMETRY)
+    assert [case.label for case in traffic.cases] == [
+        "2 x 336 (as 256 x 256)", "1 x 448 (as 256 x 256)", "1 x 1024 (as 256 x 256)", "1 x 5 (as 32 x 32)",
+    ]  # fmt: skip
+    full = traffic_for(BenchSettings(traffic="single:20x336,1x1024", requests=1), Geometry(patch_size=16, merge_size=2))
+    assert [case.label for case in full.cases] == ["20 x 336", "1 x 1024"]
+    assert [full.cases[0].requests[0][0], GEOMETRY.block] == [Picture(336, 336), 32]
+
+
 def test_ladders_of_ranks_are_for_their_shares() -> None:
     """Two ranks share 5 images as 3 and 2, and nothing is left out."""
     request = (Picture(64, 64),) * 5
@@ -196,7 +207,7 @@ def result(*rows: Row, is_single: bool = False) -> Result:
         environment={"device": "NVIDIA H200", "device_type": "cuda", "ranks": 1},
         tower={"name": "Qwen3-VL-8B vision", "key": "qwen3-vl-8b", "small": False, "dtype": "bfloat16"},
         traffic={"name": "chat", "is_single": is_single, "requests": 2, "images": 2, "tokens": 100},
-        settings={},
+        settings={"traffic": "single:" if is_single else "chat", "trace": None},
         tolerance=0.05,
         rows=rows,
     )
@@ -231,7 +242,7 @@ def test_failures_are_those_of_this_package() -> None:
 
 def reached(found: list[Result]) -> dict[str, tuple[Reached | None, str]]:
     """Every target by its words."""
-    rows = Rows(found)
+    rows = Rows([Source(f"{at}.json", one, at) for at, one in enumerate(found)])
     return {target.what: (value := target.find(rows), target.verdict(value)) for target in TARGETS}
 
 
@@ -293,3 +304,121 @@ def test_limits_are_inclusive() -> None:
     assert target.verdict(Reached(2.0)) == "reached"
     assert replace(target, at_least=False).verdict(Reached(2.0)) == "reached"
     assert replace(target, at_least=False).verdict(Reached(2.1)) == "missed"
+
+
+RATIO = "eager / vit-full, mean of chat"
+
+
+def test_a_trace_is_no_preset() -> None:
+    """A trace whose file is called chat.jsonl, or like a repeated request, has rows of that name, and no target takes them."""
+    rows = (row("vit-full", "chat", (1.0,), graphs=3, padded_share=0.01), row("eager", "chat", (9.0,)))
+    assert reached([result(*rows)])[RATIO][1] == "reached"
+    for settings in ({"traffic": "chat", "trace": "chat.jsonl"}, {"traffic": "documents", "trace": None}, {}):
+        found = reached([replace(result(*rows), settings=settings)])
+        assert {verdict for _, verdict in found.values()} == {NOT_THERE}
+    named = (row("vit-full", "1 x 224", (1.0,)), row("eager", "1 x 224", (90.0,)))
+    assert reached([result(*named, is_single=True)])["eager / vit-full, 1 x 224"][1] == "reached"
+    assert reached([result(*named)])["eager / vit-full, 1 x 224"][1] == NOT_THERE
+    shrunk = [replace(one, case="1 x 1024 (as 256 x 256)") for one in named]
+    assert reached([result(*shrunk, is_single=True)])["eager / vit-full, 1 x 1024"][1] == NOT_THERE
+
+
+def test_the_newest_file_counts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order of the arguments, and the table names it; of set-up times the longest counts."""
+    monkeypatch.setenv("COLUMNS", "250")
+    budgets = tuple(range(1, 10))
+    old, new = (
+        Source(
+            name, result(row("vit-full", "chat", (1.0,), budgets=budgets, setup_s=setup), row("eager", "chat", (eager,))), when
+        )
+        for name, eager, setup, when in (("old[1].json", 9.0, 29.0, 1.0), ("new.json", 4.0, 28.0, 2.0))
+    )
+    for sources in ([old, new], [new, old]):
+        print_targets(sources)
+        lines = capsys.readouterr().out.splitlines()
+        (ratio,) = [line for line in lines if f"\u2502 {RATIO}" in line]
+        assert "4.00 x" in ratio
+        assert "new.json, newest of 2" in ratio
+        assert "missed" in ratio
+        (setup,) = [line for line in lines if "empty cache" in line]
+        assert "29.00 s" in setup
+        assert "old[1].json, worst of 2" in setup
+    print_targets([old])
+    assert "of 2" not in capsys.readouterr().out
+
+
+def test_only_full_towers_on_a_gpu_are_judged(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have their numbers shown, and why they are no verdict."""
+    monkeypatch.setenv("COLUMNS", "250")
+    full = result(row("vit-full", "chat", (1.0,)), row("eager", "chat", (9.0,)))
+    cpu = {**full.environment, "device_type": "cpu", "device": "CPU"}
+    tiny = {**full.tower, "small": True}
+    for made, verdict in (
+        (full, "reached"),
+        (replace(full, environment=cpu), "CPU numbers"),
+        (replace(full, tower=tiny), "tiny tower"),
+        (replace(full, tower=tiny, environment=cpu), "tiny tower, CPU numbers"),
+    ):
+        print_targets([Source("a.json", made, 0.0)])
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if f"\u2502 {RATIO}" in line]
+        assert "9.00 x" in line
+        assert line.rstrip(" \u2502").endswith(verdict)
+
+
+def with_row(**fields: Any) -> dict[str, Any]:
+    """The change that gives the file's only row other fields."""
+    content = result(row("vit-full", "chat", (1.0,))).as_dict()
+    return {"rows": [{**content["rows"][0], **fields}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"tower": {}}, "tower has no name"),
+        ({"tower": [1]}, "tower: expected an object"),
+        ({"environment": {"device": 5}}, "device of environment: expected text"),
+        ({"traffic": {"name": "chat", "is_single": "no"}}, "is_single of traffic: expected true or false"),
+        ({"settings": None}, "settings: expected an object"),
+        ({"rows": 5}, "rows: expected a list"),
+        ({"rows": [5]}, "a row: expected an object"),
+        (with_row(latencies_ms=[]), "latencies_ms must have milliseconds above 0"),
+        (with_row(latencies_ms=[1.0, 0.0]), "latencies_ms must have milliseconds above 0"),
+        (with_row(latencies_ms=["1"]), "latencies_ms: expected a list of numbers"),
+        (with_row(p50_ms="hello"), "p50_ms: expected a number, found 'hello'"),
+        (with_row(mean_ms=None), "mean_ms must have milliseconds"),
+        (with_row(graph_bytes=10**30), "graph_bytes: expected a whole number"),
+        (with_row(budgets=["a"]), "budgets: expected a list of whole numbers"),
+        (with_row(peer=None), "peer: expected text"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused(change: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    """One line that names the file and what is wrong with it."""
+    content = result(row("vit-full", "chat", (1.0,))).as_dict()
+    (tmp_path / "a.json").write_text(json.dumps(content | change))
+    with pytest.raises(OptionError) as raised:
+        Source.read(tmp_path / "a.json")
+    assert complaint in str(raised.value)
+    assert "a.json" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "", "null", "\x00", '{"kind": "vit-compile bench", "schema": 1}'])
+def test_files_that_are_no_results_are_refused(text: str, tmp_path: Path) -> None:
+    """Deeply nested, empty, or something else."""
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(OptionError, match="is no result of vit-compile bench"):
+        Source.read(tmp_path / "a.json")
+
+
+def test_a_trace_may_be_called_nan(tmp_path: Path) -> None:
+    """Only numbers are read from the words for infinity and NaN. The date in a file counts, else the file's own."""
+    made = result(row("eager", "nan", (1.0,), difference=float("inf")))
+    write_json(made, tmp_path / "a.json")
+    source = Source.read(tmp_path / "a.json")
+    assert source.result.rows == list(made.rows)
+    assert source.when == (tmp_path / "a.json").stat().st_mtime
+    write_json(replace(made, environment={**made.environment, "measured_at": "1970-01-02T00:00:00+00:00"}), tmp_path / "b.json")
+    assert Source.read(tmp_path / "b.json").when == 86400
+    write_json(replace(made, environment={**made.environment, "measured_at": 5}), tmp_path / "c.json")
+    with pytest.raises(OptionError, match="measured_at"):
+        Source.read(tmp_path / "c.json")

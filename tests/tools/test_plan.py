@@ -150,6 +150,7 @@ def test_graphs_are_listed_by_worth(tmp_path: Path) -> None:
         (g["token_budget"], g["replays"], g["added_tokens_without"], g["added_eager_images_without"]) for g in found["graphs"]
     ]
     assert rows == [(256, 1, 0, 1), (64, 4, 768, 0), (16, 8, 384, 0)]
+    assert [g["added_eager_tokens_without"] for g in found["graphs"]] == [256, 0, 0]
     assert [g["added_share_without"] for g in found["graphs"]] == pytest.approx([0, 768 / 640, 384 / 640])
     assert found["hardly_worth"] == []
 
@@ -172,6 +173,32 @@ def test_images_above_the_maximum_are_counted(tmp_path: Path) -> None:
     assert found["ladders"][0]["packing"]["cost"]["eager_images"] == 1
     assert found["ladders"][0]["packing"]["cost"]["eager_tokens"] == 400
     assert "2 of 6 images have more than 256 tokens" in call(*arguments).stdout
+
+
+def test_a_half_without_an_image_that_fits(tmp_path: Path) -> None:
+    """Judged by nothing: no padded share, no verdict on graphs, said in words. Fitted to nothing: an error."""
+    arguments = ("--max-tokens", 256, "--max-graphs", 2)
+    second = squares(tmp_path / "second.jsonl", [4], [20])
+    found = plan("--trace", second, *arguments)
+    assert (found["padded_share"], found["hardly_worth"], found["traffic"]["judged_on_images"]) == (None, [], 0)
+    text = call("--trace", second, *arguments).stdout
+    assert "nothing was replayed, and the ladder is not judged" in text
+    assert "nothing replayed" in text
+    assert "0.0%" not in text
+    assert "Hardly worth" not in text
+    line = mistake("--trace", squares(tmp_path / "first.jsonl", [20], [4]), *arguments)
+    assert "each image of the first 1 requests" in line
+    assert "400 at least" in line
+
+
+def test_images_that_lose_their_graph_are_named(tmp_path: Path) -> None:
+    """Images of 36 tokens in a graph of 64: without it nothing is gained by their padding, and their tokens are told."""
+    found = plan(
+        "--trace", squares(tmp_path / "t.jsonl", [2], [8], [6], [6]), "--max-tokens", 64, "--max-items", 4, "--max-graphs", 2
+    )
+    largest = next(graph for graph in found["graphs"] if graph["token_budget"] == 64)
+    assert largest["added_tokens_without"] == 0
+    assert (largest["added_eager_images_without"], largest["added_eager_tokens_without"]) == (2, 72)
 
 
 def test_one_graph() -> None:

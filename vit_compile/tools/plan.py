@@ -57,6 +57,7 @@ def make_plan(options: PlanOptions, tower: Tower) -> Plan:
         tokens=sum(counts),
         too_large=too_large,
         fitted_on=half,
+        judged_on_images=sum(count <= ladder[-1] for request in second for count in request),
         fitted=_judged("fitted", ladder, packer, second, known),
         doubled=_judged("powers of two", _doubled(options, ladder[-1]), packer, second, known),
         worth=tuple(packer.worth(second, ladder)),

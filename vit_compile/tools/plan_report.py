@@ -96,10 +96,10 @@ def _worth_cells(plan: Plan, worth: Worth) -> list[str]:
 
 def _closing_lines(plan: Plan) -> list[str]:
     lines = []
-    if plan.fitted.by_cost.padded_share is None:
-        lines.append(
-            "[yellow]No graph serves an image of the second half: nothing was replayed, and the ladder could not be judged.[/]"
-        )
+    if not plan.judged_on_images:
+        lines.append("[yellow]No graph holds an image of the second half: nothing was replayed, and the ladder is not judged.[/]")
+    elif plan.fitted.by_cost.padded_share is None:
+        lines.append("[yellow]Nothing was replayed: every image of the second half is cheaper without a graph.[/]")
     if plan.measured is None:
         lines.append(f"Milliseconds, bytes, start-up: {_NOT_MEASURED}.")
     elif plan.extrapolated:

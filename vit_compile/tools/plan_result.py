@@ -88,6 +88,8 @@ class Plan:
     """Images and clips above the largest budget, which run eagerly whatever the ladder."""
     fitted_on: int
     """Requests of the first half; the others are what the ladder is judged on."""
+    judged_on_images: int
+    """Images and clips of the second half that the largest budget holds. 0: the ladder could not be judged."""
     fitted: Judged
     doubled: Judged
     """As many graphs at most, and the same maximum, in powers of two."""
@@ -102,7 +104,9 @@ class Plan:
 
     @property
     def hardly_worth(self) -> tuple[int, ...]:
-        """Budgets whose absence, one at a time, would cost little and leave no image without a graph."""
+        """Budgets whose absence, one at a time, would cost little and leave no image without a graph. Nothing judged: none."""
+        if not self.judged_on_images:
+            return ()
         return tuple(sorted(w.token_budget for w in self.worth if w.added_share < LITTLE and w.added_eager_items <= 0))
 
     @property
@@ -139,6 +143,7 @@ class Plan:
                 "images_above_max_tokens": self.too_large,
                 "fitted_on_requests": self.fitted_on,
                 "judged_on_requests": self.requests - self.fitted_on,
+                "judged_on_images": self.judged_on_images,
                 "saved": None if options.save_trace is None else str(options.save_trace),
             },
             "model": self.tower.name,

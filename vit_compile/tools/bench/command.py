@@ -28,7 +28,7 @@ def bench(
     files: Annotated[list[Path] | None, typer.Argument(help="Result files, for --targets.", show_default=False)] = None,
     tower: Annotated[
         str | None,
-        typer.Option("--tower", help="qwen3-vl-8b [default], qwen2.5-vl-7b, dinov2-s or siglip-so400m.", show_default=False),
+        typer.Option("--tower", help="qwen3-vl-8b (if not given), qwen2.5-vl-7b, dinov2-s or siglip-so400m.", show_default=False),
     ] = None,
     small: Annotated[bool, typer.Option("--small", help="A tiny tower of that kind. Default on a CPU.")] = False,
     weights: Annotated[Path | None, typer.Option("--weights", help="Checkpoint folder of the tower.", show_default=False)] = None,
@@ -39,7 +39,7 @@ def bench(
         str | None,
         typer.Option(
             "--traffic",
-            help="A preset [default: chat], or single:1x224,8x448 for repeated requests of COUNTxSIDE pixels.",
+            help="A preset (chat if not given), or single:1x224,8x448 for repeated requests of COUNTxSIDE pixels.",
             show_default=False,
         ),
     ] = None,

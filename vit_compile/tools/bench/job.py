@@ -26,7 +26,8 @@ from vit_compile.tools.bench.towers import Tower, load_tower
 from vit_compile.tools.bench.workload import Pixels, item_grids
 
 Progress = Callable[[Sequence[Row], Result], None]
-"""Called without rows before the first peer, then with the rows of each and the result so far: a run that is cut off has lost one peer, not all of them."""
+"""Called without rows before the first peer, then with the rows of each peer and the result so far: a run that is cut off has
+lost one peer, not all of them."""
 
 
 def run(settings: BenchSettings, ranks: Ranks, *, command: str, progress: Progress = lambda rows, so_far: None) -> Result:
