@@ -59,7 +59,7 @@ print("served")
     assert done.stdout.strip() == "served"
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_and_compiler_gives_the_models_numbers(mode: str, compiler: str) -> None:
     """A tower whose norms do `view(q.shape)` gives eager's features for every layout, whatever mode and compiler."""

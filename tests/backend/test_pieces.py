@@ -168,7 +168,7 @@ def test_layers_that_differ_in_a_number_are_told_apart() -> None:
         assert largest_difference(trace_dynamic(ours, *args), call(model, *args)) <= 1e-5
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compile_sizes_are_compiled_once_more(compiler: str) -> None:
     """Pieces are compiled again for the listed sizes, once each, and only by Inductor; the numbers stay."""
     model = norm_view_tower(depth=3)

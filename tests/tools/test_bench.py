@@ -160,6 +160,7 @@ def test_command_from_end_to_end(tmp_path: Path) -> None:
     assert 'src="http' not in page
 
 
+@pytest.mark.slow
 def test_trace_is_replayed(tmp_path: Path) -> None:
     """A trace file names the case; images of all its requests are counted."""
     write_jsonl(tmp_path / "mine.jsonl", [MIXED, MIXED[:1]])
