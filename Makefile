@@ -19,6 +19,8 @@ help:
 demo: $(DEMO_WEIGHTS)
 	$(BIN)/vit-compile run --demo --out-dir demo_output
 
+# One thread for each worker: tiny tensors, and as many workers as cores.
+test: export OMP_NUM_THREADS := 1
 test: lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m "not slow"
 
