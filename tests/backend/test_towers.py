@@ -89,7 +89,7 @@ _PACKED = [pytest.param(towers.tiny_qwen2_5_vl, marks=_SLOW), towers.tiny_qwen3_
 @pytest.mark.parametrize(
     ("build", "mode"),
     [
-        (towers.tiny_qwen2_5_vl, "piecewise"),
+        pytest.param(towers.tiny_qwen2_5_vl, "piecewise", marks=_SLOW),
         pytest.param(towers.tiny_qwen2_5_vl, "full", marks=_SLOW),
         pytest.param(towers.tiny_qwen2_5_vl, "none", marks=_SLOW),
         (towers.tiny_qwen3_vl, "piecewise"),
@@ -114,7 +114,8 @@ def test_packed_towers_through_aot(build: Callable[..., Any]) -> None:
     assert counters.padded_replays > 0
 
 
-@pytest.mark.parametrize("build", [towers.tiny_qwen2_vl, pytest.param(towers.tiny_glm4v, marks=_SLOW)])
+@_SLOW
+@pytest.mark.parametrize("build", [towers.tiny_qwen2_vl, towers.tiny_glm4v])
 def test_other_packed_towers(build: Callable[..., Any]) -> None:
     """Qwen2-VL and GLM-4.1V as well."""
     check(build, *ours(build, mode="piecewise"), list(CASES))
@@ -149,6 +150,7 @@ def test_traffic_after_warmup_with_its_own_bounds(build: Callable[..., Any]) -> 
         check(build, tower, function, ["three images", "video", "thin", "exact fit", "one image"])
 
 
+@_SLOW
 def test_a_stock_tower_with_grids_alone_is_right() -> None:
     """Called with `grid_thw` only, the tower breaks into frames: correct all the same."""
     tower = towers.tiny_qwen2_5_vl("sdpa", depth=2)

@@ -74,6 +74,7 @@ def pool(rng: random.Random) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_ten_thousand_calls() -> None:
     """Random requests, empty and bad ones among them: a tenth is compared with the reference, everything is counted."""
     rng = random.Random(0)
