@@ -128,3 +128,8 @@ class ParallelError(VitCompileError, RuntimeError):
     """A rank of a data-parallel group failed, so that all of them stop; the text names the rank."""
 
     code = "parallel"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line, for messages that quote it; empty where it says nothing."""
+    return (str(error).splitlines() or [""])[0]

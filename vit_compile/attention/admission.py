@@ -17,6 +17,7 @@ from torch.nn.attention import current_flash_attention_impl
 from vit_compile.attention import kernels, packages, reference
 from vit_compile.attention.fence import fenced
 from vit_compile.attention.problem import VARLEN, Problem
+from vit_compile.errors import first_line
 
 FENCED = "+fence"
 PROBE_LENGTHS = (300, 200, 200)
@@ -197,6 +198,6 @@ def probe(kernel: Kernel, dtype: torch.dtype, head_dim: int, device: torch.devic
             x[end:] = float("nan")
         spoiled = kernel.run(*inputs, cu_seqlens, longest, scale)[:end]
     except Exception as problem:
-        return Probe(f"fails here: {type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}", isolates=False)
+        return Probe(f"fails here: {type(problem).__name__}: {first_line(problem)}", isolates=False)
     others = torch.cat([torch.arange(first), torch.arange(second, end)]).to(device)
     return Probe(None, isolates=torch.equal(clean[others], spoiled[others]))

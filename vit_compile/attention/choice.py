@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from vit_compile.attention import admission
 from vit_compile.attention.fence import Varlen
 from vit_compile.attention.problem import VARLEN, Problem, dense_problem, layouts, varlen_problem
+from vit_compile.errors import first_line
 from vit_compile.options import ATTENTION_AUTO, ATTENTION_DEFAULT
 from vit_compile.stats import Skip, report_skip
 
@@ -196,7 +197,7 @@ def measure(problem: Problem, device: torch.device, timer: Timer, *, fence_from:
         except torch.OutOfMemoryError:
             refused[name] = "out of memory"
         except Exception as error:
-            refused[name] = f"fails here: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            refused[name] = f"fails here: {type(error).__name__}: {first_line(error)}"
         else:
             times[name] = sum(seconds) / len(seconds) * 1e6
     fastest = min(times, key=lambda name: times[name]) if times else ""

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from vit_compile.attention.kernels import ready
+from vit_compile.attention.kernels import HALF_DTYPES, ready
+from vit_compile.errors import first_line
 
 _FUNCTIONS = {
     "fa4": ("flash_attn.cute", "flash_attn_varlen_func"),
@@ -33,7 +34,7 @@ MAX_HEAD_DIM = {"fa4": 128, "fa3": 256, "fa2": 256}
 
 def why_not(name: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> str | None:
     """Why a package's kernel cannot serve this, or None."""
-    if dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in HALF_DTYPES:
         return f"half precision only, not {str(dtype).removeprefix('torch.')}"
     if capability < _CAPABILITY[name]:
         return f"needs a device of capability {_CAPABILITY[name][0]}.{_CAPABILITY[name][1]}, not {capability[0]}.{capability[1]}"
@@ -52,7 +53,7 @@ def _function(name: str) -> Callable[..., Any] | str:
             return "not installed"
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except Exception as error:  # a package that is half there, or for another CUDA, fails in many ways
-        return f"cannot be imported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return f"cannot be imported: {type(error).__name__}: {first_line(error)}"
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from vit_compile.backend.cuda import Recorder
-from vit_compile.errors import ProtocolError, SkipError
+from vit_compile.errors import ProtocolError, SkipError, first_line
 from vit_compile.stats import Skip, logger
 
 
@@ -43,11 +43,11 @@ def record(make: Callable[[], R], args: Sequence[Any], label: str) -> R | Skip:
             made = _record_twice(make, args)
     except torch.OutOfMemoryError as error:
         torch.cuda.empty_cache()
-        return Skip("out-of-memory", f"{label}: {_first_line(error)}")
+        return Skip("out-of-memory", f"{label}: {first_line(error)}")
     except (SkipError, ProtocolError):
         raise
     except Exception as error:
-        return Skip("capture-failed", f"{label}: {type(error).__name__}: {_first_line(error)}")
+        return Skip("capture-failed", f"{label}: {type(error).__name__}: {first_line(error)}")
     made.milliseconds = (time.perf_counter() - started) * 1e3
     return made
 
@@ -61,7 +61,7 @@ def _record_twice(make: Callable[[], R], args: Sequence[Any]) -> R:
     except RuntimeError as error:
         if made.recorder is None:
             raise
-        logger.warning("capture of %s failed, trying once more: %s", made.label, _first_line(error))
+        logger.warning("capture of %s failed, trying once more: %s", made.label, first_line(error))
         made = make()
         made.record(args)
     return made
@@ -72,8 +72,4 @@ def trial(proof: Callable[[], Skip | None]) -> Skip | None:
     try:
         return proof()
     except Exception as error:
-        return Skip("padding-unproved", f"the trial failed: {type(error).__name__}: {_first_line(error)}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
+        return Skip("padding-unproved", f"the trial failed: {type(error).__name__}: {first_line(error)}")

@@ -216,7 +216,7 @@ class AcceleratedModel:
         self._watched, self._data_dtypes = modules_of(self._binding.table), _data_dtypes(self._binding.table)
         self._structure = Structure(self.model, self._watched)
         called = [call.owner for call in self._binding.calls if call.method == "forward"]
-        self._listeners = Listeners(self._watched, called)
+        self._listeners, self._all_listeners = Listeners(self._watched, called), Listeners(self._watched, [])
         self._installed = [InstalledCall(self, call) for call in self._binding.calls]
         for installed in self._installed:
             installed.install()
@@ -249,7 +249,7 @@ class AcceleratedModel:
             self._follow()
             if self._binding.encode is None:
                 raise ModelError(f"{self.architecture.name} takes what its processor makes: call the model.")
-            more, hook = self._more_outputs(), Listeners(self._watched, []).found()
+            more, hook = self._more_outputs(), self._all_listeners.found()
             if more is not None or hook is not None:
                 why = more[1] if more is not None else hook
                 raise ModelError(f"encode gives last_hidden_state and pooler_output, and runs no hooks: {why}.")

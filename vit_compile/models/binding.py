@@ -178,3 +178,25 @@ def check_reentry(tower: nn.Module, got: torch.Tensor, want: torch.Tensor) -> No
     most = 1 if got.dtype == torch.float32 else 5
     if got.shape != want.shape or not difference_over_tolerance(got, want) <= most:
         raise ModelError(f"{type(tower).__name__} computes something else than the published tower: it is not supported.")
+
+
+def comparable(tower: nn.Module) -> bool:
+    """Can a tower be compared with its own forward? Not in train mode, which may be random, and not without values."""
+    return not tower.training and not any(parameter.is_meta for parameter in tower.parameters())
+
+
+def noise(tower: nn.Module, *shape: int) -> torch.Tensor:
+    """Seeded normal numbers on the tower's device, in its dtype: an example for comparisons."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    return values.to(next(tower.parameters()).device, floating_dtype(tower))
+
+
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Convolutions inside round as matrix products do: cuDNN multiplies in TF32, which is not to be taken for another tower."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before

@@ -6,8 +6,7 @@ image's rows. The tower's blocks and norms are called as they are.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,17 @@ from torch import nn
 
 from vit_compile.backend.roles import Role
 from vit_compile.errors import GridError, InputError, ModelError
-from vit_compile.models.binding import Execute, Unserved, check_reentry, floating_dtype, original, plain_layer
+from vit_compile.models.binding import (
+    Execute,
+    Unserved,
+    check_reentry,
+    comparable,
+    exact_convolutions,
+    floating_dtype,
+    noise,
+    original,
+    plain_layer,
+)
 from vit_compile.models.dense_positions import PositionTaps, mixed_positions
 from vit_compile.models.hf_attention import ATTENTION_NAME, AttentionSwitch, packed_segments
 from vit_compile.runtime.inputs import host_rows, same_device
@@ -85,28 +94,6 @@ def _grid(batch: torch.Tensor, patch: tuple[int, int], channels: int, number: in
             f"{patch[0]} x {patch[1]} pixels."
         )
     return height // patch[0], width // patch[1]
-
-
-def comparable(tower: nn.Module) -> bool:
-    """Can a tower be compared with its own forward? Not in train mode, which may be random, and not without values."""
-    return not tower.training and not any(parameter.is_meta for parameter in tower.parameters())
-
-
-def noise(tower: nn.Module, *shape: int) -> torch.Tensor:
-    """Seeded normal numbers on the tower's device, in its dtype: an example for comparisons."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
-    return values.to(next(tower.parameters()).device, floating_dtype(tower))
-
-
-@contextmanager
-def exact_convolutions() -> Iterator[None]:
-    """Convolutions inside round as matrix products do: cuDNN multiplies in TF32, which is not to be taken for another tower."""
-    before = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = before
 
 
 class Replaced:

@@ -25,12 +25,13 @@ from vit_compile.models.binding import (
     Execute,
     Unserved,
     check_reentry,
+    comparable,
     find_module,
+    noise,
     original,
     owner_of,
     undone_on_failure,
 )
-from vit_compile.models.dense_table import comparable, noise
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
 from vit_compile.models.vision_metadata import merge_order
 from vit_compile.runtime.inputs import host_counts, host_grids

@@ -21,12 +21,13 @@ from vit_compile.models.binding import (
     Execute,
     Unserved,
     check_reentry,
+    comparable,
     find_module,
     find_owner,
+    noise,
     original,
     undone_on_failure,
 )
-from vit_compile.models.dense_table import comparable, noise
 from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.vision_metadata import merge_order

@@ -23,6 +23,7 @@ from vit_compile.models.binding import (
     Execute,
     Unserved,
     check_reentry,
+    exact_convolutions,
     find_module,
     find_owner,
     floating_dtype,
@@ -331,7 +332,7 @@ def _example(tower: Any, side: int) -> torch.Tensor:
 @torch.no_grad()
 def _own(owner: nn.Module, method: str, image: torch.Tensor) -> Any:
     """What the model's own code returns for one image [C, H, W]."""
-    with dense_table.exact_convolutions():
+    with exact_convolutions():
         return original(owner, method)(image[None], image_sizes=[list(image.shape[1:])], return_dict=True)
 
 

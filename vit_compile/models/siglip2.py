@@ -27,12 +27,13 @@ from vit_compile.models.binding import (
     Execute,
     Unserved,
     check_reentry,
+    comparable,
     find_module,
+    noise,
     original,
     plain_layer,
     undone_on_failure,
 )
-from vit_compile.models.dense_table import comparable, noise
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
 from vit_compile.runtime.inputs import host_rows
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path

@@ -21,8 +21,7 @@ from torch import nn
 
 from vit_compile.errors import ModelError
 from vit_compile.models.architecture import Architecture
-from vit_compile.models.binding import Binding, check_reentry, find_module, original, owner_of
-from vit_compile.models.dense_table import comparable, noise
+from vit_compile.models.binding import Binding, check_reentry, comparable, find_module, noise, original, owner_of
 from vit_compile.models.tiles import on_one_tile
 from vit_compile.models.two_views import (
     GLOBAL,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
+
+from vit_compile.runtime.weights import Entries
 
 
 class Structure:
@@ -22,31 +23,16 @@ class Structure:
     """
 
     def __init__(self, model: nn.Module, roots: Sequence[nn.Module], *, inside: bool = True) -> None:
-        self._homes: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self._children: list[Any] = []
-        self._dicts: list[dict[str, Any]] = []
+        self._entries = Entries()
         for root in roots:
             for parent, name in _way(model, root):
-                self._add(parent._modules, name)
+                self._entries.add(parent._modules, name)
             for module in root.modules() if inside else ():
-                self._dicts.append(module._modules)
-                for name in module._modules:
-                    self._add(module._modules, name)
-        self._lengths = list(map(len, self._dicts))
-
-    def _add(self, home: dict[str, Any], name: str) -> None:
-        self._homes.append(home)
-        self._names.append(name)
-        self._children.append(home[name])
+                self._entries.add_all(module._modules)
 
     def changed(self) -> bool:
         """Is any module another one, or in another place?"""
-        try:
-            same = all(map(operator.is_, map(operator.getitem, self._homes, self._names), self._children))
-        except KeyError:
-            return True
-        return not same or list(map(len, self._dicts)) != self._lengths
+        return self._entries.changed()
 
 
 def _way(model: nn.Module, root: nn.Module) -> list[tuple[nn.Module, str]]:

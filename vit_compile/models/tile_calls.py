@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vit_compile.errors import ModelError
-from vit_compile.models.binding import Binding, Call, Execute, Unserved, floating_dtype, original
+from vit_compile.models.binding import Binding, Call, Execute, Unserved, noise, original
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.tiles import TileInputs, Tiles, TileTable
 
@@ -145,8 +145,7 @@ def tile_shape(tower: nn.Module) -> tuple[int, int, int]:
 
 def noise_tile(tower: nn.Module) -> torch.Tensor:
     """A seeded tile [1, C, H, W] in the tower's dtype, on its device."""
-    noise = torch.randn(1, *tile_shape(tower), generator=torch.Generator().manual_seed(0), device="cpu")
-    return noise.to(device=next(tower.parameters()).device, dtype=floating_dtype(tower))
+    return noise(tower, 1, *tile_shape(tower))
 
 
 def bare_tower(tower: nn.Module) -> TileCall:

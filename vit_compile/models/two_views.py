@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from vit_compile.errors import ModelError
-from vit_compile.models.binding import Binding, Call, Execute, Unserved, check_reentry, original
-from vit_compile.models.dense_table import comparable, noise
+from vit_compile.models.binding import Binding, Call, Execute, Unserved, check_reentry, comparable, noise, original
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.tiles import Tiles, TileTable, on_one_tile
 from vit_compile.runtime.inputs import host_counts

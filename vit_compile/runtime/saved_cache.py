@@ -23,6 +23,7 @@ from vit_compile import _torch_compat as compat
 from vit_compile.attention import choice
 from vit_compile.attention.choice import Choice
 from vit_compile.attention.problem import Problem
+from vit_compile.errors import first_line
 from vit_compile.runtime import known_costs
 from vit_compile.runtime.known_costs import Costs
 from vit_compile.stats import logger
@@ -118,7 +119,7 @@ def load_cache(path: str | os.PathLike[str]) -> CacheReport:
     except OSError as error:
         return _unused(name, f"it cannot be read ({error.strerror or error})")
     except Exception as error:  # a damaged archive fails in many ways, and a start without a cache is only slower
-        return _unused(name, f"it is damaged ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})")
+        return _unused(name, f"it is damaged ({type(error).__name__}: {first_line(error)})")
     loaded = sum(map(compat.load_artifacts, pieces))
     if loaded < len(pieces):
         logger.warning("%s: %d of %d compiled pieces cannot be read", name, len(pieces) - loaded, len(pieces))

@@ -89,6 +89,39 @@ def unchanged(settings: Settings) -> Settings:
     ]
 
 
+class Entries:
+    """Entries of dicts, such as the parameters or children of modules, and whether they still hold the same objects."""
+
+    def __init__(self) -> None:
+        self._homes: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._values: list[Any] = []
+        self._whole: list[dict[str, Any]] = []
+        self._lengths: list[int] = []
+
+    def add(self, home: dict[str, Any], name: str) -> None:
+        """Watch one entry."""
+        self._homes.append(home)
+        self._names.append(name)
+        self._values.append(home[name])
+
+    def add_all(self, home: dict[str, Any]) -> None:
+        """Watch every entry, and that none comes or goes."""
+        self._whole.append(home)
+        self._lengths.append(len(home))
+        for name in home:
+            self.add(home, name)
+
+    def changed(self) -> bool:
+        """Is any of them another object, or missing, or new?"""
+        # Over a thousand entries before every call: `map` keeps the loops in C.
+        try:
+            same = all(map(operator.is_, map(operator.getitem, self._homes, self._names), self._values))
+        except KeyError:
+            return True
+        return not same or list(map(len, self._whole)) != self._lengths
+
+
 class WeightWatch:
     """What the modules consisted of when their graphs were recorded.
 
@@ -108,44 +141,26 @@ class WeightWatch:
         settings: Settings | None = None,
     ) -> None:
         self._settings = unchanged(settings or [])
-        self._homes: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self._values: list[Any] = []
+        self._entries = Entries()
         self._tensors: list[torch.Tensor] = []
         self._modes: list[nn.Module] = []
         self._all_modules: list[nn.Module] = []
         self._loose = {} if tensors is None else dict(tensors)
-        self._all_homes: list[dict[str, Any]] = []
         for root in modules:
             self._modes.append(root)
             for module in root.modules():
                 self._all_modules.append(module)
                 for home in (module._parameters, module._buffers, module._modules):
-                    self._all_homes.append(home)
-                    for name, value in home.items():
-                        self._homes.append(home)
-                        self._names.append(name)
-                        self._values.append(value)
-                        if isinstance(value, torch.Tensor):
-                            self._tensors.append(value)
+                    self._entries.add_all(home)
+                    self._tensors += [value for value in home.values() if isinstance(value, torch.Tensor)]
         self._tensors += self._loose.values()
-        self._lengths = list(map(len, self._all_homes))
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
 
     def changed(self) -> bool:
         """Is any weight another object, or in other memory, or a setting another one, than when this was made?"""
         if self._settings and len(unchanged(self._settings)) < len(self._settings):
             return True
-        # Over a thousand entries before every call: `map` keeps the loops in C.
-        try:
-            same = all(map(operator.is_, map(operator.getitem, self._homes, self._names), self._values))
-        except KeyError:
-            return True
-        return (
-            not same
-            or list(map(len, self._all_homes)) != self._lengths
-            or list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers
-        )
+        return self._entries.changed() or list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers
 
     def forget_own_changes(self) -> None:
         """After a call: a setting that the model itself changes when it runs, such as a log of its calls, is not the user's."""
