@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from vit_compile.tools.bench.ladders import Ladder
 from vit_compile.tools.bench.towers import Tower
@@ -113,15 +112,3 @@ def dense_features(outputs: Sequence[torch.Tensor], inputs: Inputs) -> list[torc
         for at, item in zip(batch.positions, output, strict=True)
     }
     return [found[at] for at in range(len(found))]
-
-
-class KeptConfigs:
-    """Config objects of a tower's modules, to be given back to them: an encoder switches them for as long as it lives."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._kept = [(part, vars(part)["config"]) for part in module.modules() if "config" in vars(part)]
-
-    def restore(self) -> None:
-        """As they were."""
-        for part, config in self._kept:
-            part.config = config

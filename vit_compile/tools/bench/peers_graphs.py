@@ -14,7 +14,7 @@ from vit_compile.models.hf_attention import encoding
 from vit_compile.runtime.config import EncoderConfig
 from vit_compile.runtime.manager import EncoderCudaGraphManager
 from vit_compile.tools.bench.ladders import Ladder
-from vit_compile.tools.bench.peer import KeptConfigs, Setup
+from vit_compile.tools.bench.peer import Setup
 from vit_compile.tools.bench.peers_eager import CompiledDense, Hoisted
 from vit_compile.tools.bench.workload import Inputs
 
@@ -74,7 +74,6 @@ class ManagedPacked(_Managed):
     """`encoder_for` a packed tower: pixels on the device and grids on the host in, features out."""
 
     def __init__(self, setup: Setup, config: EncoderConfig, capacities: tuple[int, ...]) -> None:
-        self._kept = KeptConfigs(setup.tower.module)
         self.manager = encoder_for(setup.tower.module, config=config, group=setup.group, segment_capacities=capacities)
         self.manager.capture()
 
@@ -97,8 +96,7 @@ class ManagedPacked(_Managed):
 
     def close(self) -> None:
         """See `Peer`."""
-        self.manager.clear()
-        self._kept.restore()
+        self.manager.clear()  # the tower has its configs back when the manager goes
 
 
 class ManagedDense(_Managed):
