@@ -3,22 +3,22 @@
     python scripts/bench_models.py --out docs/benchmarks/models.json --command "python scripts/bench_models.py"
     python scripts/bench_models.py --only Qwen3-VL-8B --depth 2 --device cpu --dtype float32       a try without a GPU
 
-Each model runs in a process of its own. With `--jobs N`, N models are set up at a time, and one of them is timed at a time.
+Each model runs in a process of its own. With `--jobs N`, N models are set up side by side; then each is timed, with the others
+of its round waiting.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import fcntl
 import json
 import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 RUNS = 20
 LIMIT_S = 150
+READY = "set up, waiting for its turn"
 
 
 def environment() -> dict[str, Any]:
@@ -103,12 +104,12 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         row["setup_s"] = time.perf_counter() - started
         got = released.call(model, inputs)
         row["difference"] = relative_difference(got, want)
-        with alone(arguments.lock):
-            row["accelerated_ms"] = median_ms(lambda: released.call(model, inputs), device, arguments.runs)
-            stats = handle.stats()
-            row["reserved_bytes"] = torch.cuda.memory_reserved() - before if device.type == "cuda" else 0
-            handle.close()
-            row["eager_ms"] = median_ms(lambda: released.call(model, inputs), device, arguments.runs)
+        wait_for_turn()
+        row["accelerated_ms"] = median_ms(lambda: released.call(model, inputs), device, arguments.runs)
+        stats = handle.stats()
+        row["reserved_bytes"] = torch.cuda.memory_reserved() - before if device.type == "cuda" else 0
+        handle.close()
+        row["eager_ms"] = median_ms(lambda: released.call(model, inputs), device, arguments.runs)
         row |= {
             "captured": "as written" if options.get("mode") == "eager" else "compiled",
             "graphs": len(stats["graphs"]),
@@ -121,33 +122,69 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-@contextmanager
-def alone(lock: Path | None) -> Iterator[None]:
-    """No other process of this benchmark is timed meanwhile."""
-    if lock is None:
-        yield
-        return
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def wait_for_turn() -> None:
+    """Set up: hold until the parent says that nothing else runs."""
+    print(READY, flush=True)
+    sys.stdin.readline()
 
 
-def in_process(name: str, arguments: argparse.Namespace, lock: Path) -> dict[str, Any]:
-    """The same in a process of its own, with a time limit."""
-    command = [sys.executable, __file__, "--one", name, "--device", arguments.device, "--dtype", arguments.dtype]
-    command += ["--runs", str(arguments.runs), "--compiler", arguments.compiler, "--lock", str(lock)]
-    command += ["--depth", str(arguments.depth)] if arguments.depth else []
-    command += ["--as-written"] if arguments.as_written else []
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"model": name, "error": f"took longer than {arguments.limit} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"model"')]
-    if lines:
-        row: dict[str, Any] = json.loads(lines[-1])
-        return row
-    tail = [line for line in done.stderr.strip().splitlines() if line.strip()]
-    return {"model": name, "error": tail[-1][:400] if tail else f"exit status {done.returncode}"}
+class Child:
+    """One model in a process of its own, with a time limit for setting up and one for timing."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        self.name, self.limit = name, arguments.limit
+        command = [sys.executable, __file__, "--one", name, "--device", arguments.device, "--dtype", arguments.dtype]
+        command += ["--runs", str(arguments.runs), "--compiler", arguments.compiler]
+        command += ["--depth", str(arguments.depth)] if arguments.depth else []
+        command += ["--as-written"] if arguments.as_written else []
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True)
+        self.late = False
+        self.row: dict[str, Any] | None = None
+
+    def _stop(self) -> None:
+        self.late = True
+        self.process.kill()
+
+    def read(self) -> None:
+        """Follow its output until it is set up, or has ended; waiting for its turn does not count as time."""
+        assert self.process.stdout is not None
+        timer = threading.Timer(self.limit, self._stop)
+        timer.start()
+        for line in self.process.stdout:
+            if line.startswith('{"model"'):
+                self.row = json.loads(line)
+            if line.startswith(READY):
+                break
+        timer.cancel()
+
+    def finish(self) -> dict[str, Any]:
+        """Let it time itself; its row, or why there is none."""
+        if self.process.poll() is None and self.process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.process.stdin.write("\n")
+                self.process.stdin.flush()
+        self.read()
+        code = self.process.wait()
+        if self.row is not None:
+            return self.row
+        if self.late:
+            return {"model": self.name, "error": f"took longer than {self.limit} s"}
+        self.errors.seek(0)
+        tail = [line for line in self.errors.read().strip().splitlines() if line.strip()]
+        return {"model": self.name, "error": tail[-1][:400] if tail else f"exit status {code}"}
+
+
+def one_round(names: list[str], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Set these up side by side, then time them one after the other."""
+    children = [Child(name, arguments) for name in names]
+    readers = [threading.Thread(target=child.read) for child in children]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    for child in children:
+        yield child.finish()
 
 
 def main() -> None:
@@ -160,11 +197,10 @@ def main() -> None:
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--limit", type=int, default=LIMIT_S, help="seconds for one model")
-    parser.add_argument("--jobs", type=int, default=1, help="models that are set up at a time; one is timed at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="models that are set up side by side; one is timed at a time")
     parser.add_argument("--as-written", action="store_true", help="capture the models' own code, not compiled")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(measure(arguments.one, arguments)), flush=True)
@@ -178,9 +214,8 @@ def main() -> None:
         "environment": environment(),
         "models": rows,
     }
-    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        lock = Path(folder) / "lock"
-        for row in pool.map(lambda name: in_process(name, arguments, lock), names):
+    for start in range(0, len(names), arguments.jobs):
+        for row in one_round(names[start : start + arguments.jobs], arguments):
             print(json.dumps(row), flush=True)
             if "missing" in row:  # an architecture that this version of transformers does not have
                 continue

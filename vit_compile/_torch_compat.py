@@ -25,6 +25,9 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
+from torch._inductor.choices import InductorChoices
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.virtualized import V
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -225,17 +228,46 @@ def compile_inductor_piece(gm: fx.GraphModule, args: Sequence[Any], *, static: b
     A piece for which Inductor makes no cache artefact is compiled without the caches.
     """
     shapes = "from_example_inputs" if static else "from_tracing_context"
+
+    def compiled() -> Any:
+        # A fresh dict: Inductor keeps it.
+        options = {"config_patches": dict(_PIECE_CONFIG)}
+        return torch._inductor.standalone_compile(gm, list(args), dynamic_shapes=shapes, options=options)  # type: ignore[arg-type]
+
     # Padding of unaligned matrix products is decided by size, which would tie a piece for all sizes to some of them.
-    with _quiet_artifacts(), inductor_config.patch(shape_padding=static):
+    with _quiet_artifacts(), inductor_config.patch(shape_padding=static), V.set_choices_handler(_LongRows()):
         try:
-            made = torch._inductor.standalone_compile(gm, list(args), dynamic_shapes=shapes)  # type: ignore[arg-type]
+            made = compiled()
             _compiled.add(made)
             return made
         except Exception as error:  # the caches are an optimisation: retry without them before giving up
             if not re.search("artifact|cache", str(error), re.IGNORECASE):
                 raise
             with inductor_config.patch(force_disable_caches=True):
-                return torch._inductor.standalone_compile(gm, list(args), dynamic_shapes=shapes)  # type: ignore[arg-type]
+                return compiled()
+
+
+# `standalone_compile` would tune kernels while it compiles, by running them on made-up numbers: an index that is computed from
+# such inputs is out of range, and the failed assertion on the device ends the process (GLM-4.1V's positions). Kernels are tuned
+# in the first run instead, as `torch.compile` does, on real inputs.
+_PIECE_CONFIG = {"triton.autotune_at_compile_time": False}
+_LONGEST_ROW = 2048
+
+
+class _LongRows(InductorChoices):
+    """Inductor's heuristics, but for rows of 1025 to 2048 values, which are reduced in registers like shorter ones.
+
+    Layer norms of encoders are this wide (1152, 1280, 1408), and Inductor's loop reads such a row twice.
+    """
+
+    @staticmethod
+    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+        if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction):
+            return True
+        if cooperative_reduction or not inductor_config.triton.persistent_reductions:
+            return False
+        inner = features.get_reduction_hint() == ReductionHint.INNER
+        return inner and bool(V.graph.sizevars.statically_known_leq(features.reduction_numel, _LONGEST_ROW))
 
 
 _compiled: weakref.WeakSet[Any] = weakref.WeakSet()

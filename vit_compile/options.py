@@ -31,6 +31,7 @@ ATTENTION_KERNELS = (
     "flash",
     "efficient",
     "dense",
+    "cudnn-one-segment",
     "active-flash",
     "fa4",
     "fa3",

@@ -164,7 +164,7 @@ MODELS: tuple[Released, ...] = (
         ),
         tiles=13,
         side=364,
-        tokens=676,
+        tokens=169,
         call=_tower,
     ),
     _released(
@@ -181,7 +181,7 @@ MODELS: tuple[Released, ...] = (
         ),
         tiles=13,
         side=384,
-        tokens=729,
+        tokens=81,
         call=_tower,
     ),
     _released(
@@ -198,7 +198,7 @@ MODELS: tuple[Released, ...] = (
         ),
         tiles=13,
         side=512,
-        tokens=1024,
+        tokens=64,
         call=_tower,
     ),
 )

@@ -64,10 +64,14 @@ def tower(build: Callable[..., Any], attn: str, dtype: torch.dtype) -> Any:
 
 
 def managed(
-    build: Callable[..., Any] = towers.tiny_qwen3_vl, dtype: torch.dtype = torch.float32, **config: Any
+    build: Callable[..., Any] = towers.tiny_qwen3_vl,
+    dtype: torch.dtype = torch.float32,
+    capacities: Sequence[int] = (1, 4),
+    **config: Any,
 ) -> tuple[EncoderCudaGraphManager, Any, Any]:
     """A captured manager, the table under it, and an untouched twin of its tower."""
-    table = PackedGridTable(tower(build, "sdpa", dtype), token_range=(16, 128), max_frames_per_video=4)
+    sizes: dict[str, Any] = {"token_range": (16, 128), "max_frames_per_video": 4, "segment_capacities": capacities}
+    table = PackedGridTable(tower(build, "sdpa", dtype), **sizes)
     settings = {"mode": "eager", "packing": "greedy", "max_items_per_batch": 8, **config}
     manager = EncoderCudaGraphManager(table, EncoderConfig(**settings), device="cuda", dtype=dtype)
     manager.capture()

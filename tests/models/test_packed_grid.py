@@ -179,13 +179,16 @@ def test_uncaptured_features_are_the_same(build: Builder) -> None:
     assert counts(made) == (0, {"not-captured": 4})
 
 
-def test_towers_that_sample_positions_are_captured_as_written() -> None:
-    """A compiler's version of GLM's sampling fails on the device: it is never traced, whatever the mode, and is right."""
-    made = captured(table_of(SAMPLED), token_budgets=(48,), packing="greedy", mode="compiled", compiler="eager")
-    request = request_of(*CASES["three sizes"])
-    assert largest_difference(made.execute(request), reference(SAMPLED, request)) <= TOLERANCE
-    assert (counts(made), counters.graphs_seen) == ((3, {}), 0)
-    assert table_of(WINDOWED).as_written is None
+@pytest.mark.parametrize("capacities", [(), (1,)])
+def test_towers_that_sample_positions_are_compiled(capacities: tuple[int, ...]) -> None:
+    """GLM's sampling of positions, traced, with room for one segment and for more: one code for each, the same features."""
+    table = table_of(SAMPLED, segment_capacities=capacities)
+    made = captured(table, token_budgets=(48,), packing="greedy", mode="compiled", compiler="aot_eager")
+    for case in ("one image", "three sizes"):
+        request = request_of(*CASES[case])
+        assert largest_difference(made.execute(request), reference(SAMPLED, request)) <= TOLERANCE
+    assert counts(made)[1] == {}
+    assert counters.graphs_seen > 0
 
 
 def test_compiled_features_are_the_same() -> None:

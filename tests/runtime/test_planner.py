@@ -352,6 +352,7 @@ def test_without_measurements_a_graph_costs_its_tokens() -> None:
 def test_eager_cost_is_a_line() -> None:
     """A fixed part and a part for each token."""
     assert EagerCost(2.0, 0.5)(8) == 6.0
+    assert [EagerCost(2.0, 0.5, 5.0)(tokens) for tokens in (1, 6, 8)] == [5.0, 5.0, 6.0], "launching takes its time"
 
 
 def price(

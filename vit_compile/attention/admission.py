@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import current_flash_attention_impl
 
-from vit_compile.attention import kernels, packages, reference
+from vit_compile.attention import kernels, one_segment, packages, reference
 from vit_compile.attention.fence import fenced
 from vit_compile.attention.problem import VARLEN, Problem
+from vit_compile.attention.tail import zero_tail_
 from vit_compile.errors import first_line
 
 FENCED = "+fence"
@@ -44,6 +45,20 @@ class Kernel:
     """Of a problem and a device's capability: why it cannot serve it, or None."""
     trusted: bool = False
     """Correct and isolating by the project's own tests: it is not tried on the device."""
+    finite_tail: bool = False
+    """varlen: rows past the last boundary come out finite where the inputs are; others leave them unwritten."""
+    one_segment: bool = False
+    """varlen: it takes one segment only, and is tried with one."""
+
+    def complete(self) -> Run:
+        """`run`, and nothing of an allocator's leftovers in its tail."""
+        return self.run if self.finite_tail else functools.partial(_with_zero_tail, self.run)
+
+
+def _with_zero_tail(
+    run: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+) -> torch.Tensor:
+    return zero_tail_(run(q, k, v, cu_seqlens, max_seqlen, scale), cu_seqlens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +92,16 @@ def _efficient_why_not(problem: Problem, capability: tuple[int, int]) -> Refusal
 def _dense_why_not(problem: Problem, capability: tuple[int, int]) -> Refusal | None:
     rows = problem.shape[0]
     return None if rows <= DENSE_MEMORY_ROWS else f"{rows} rows: its memory grows with their square"
+
+
+def _one_segment_why_not(problem: Problem, capability: tuple[int, int]) -> Refusal | None:
+    if problem.segments != 1:
+        return f"room for {problem.segments} segments"
+    if capability < (9, 0):
+        return f"a device of capability {capability[0]}.{capability[1]}"  # where it was measured to pay
+    half = problem.torch_dtype in kernels.HALF_DTYPES
+    fits = problem.head_dim % 8 == 0 and problem.head_dim + one_segment.EXTRA_COLUMNS <= SDPA_MAX_HEAD_DIM
+    return None if half and fits else f"head dim {problem.head_dim} in {problem.dtype}"
 
 
 def _package_why_not(name: str) -> Callable[[Problem, tuple[int, int]], Refusal | None]:
@@ -126,7 +151,8 @@ VARLEN_KERNELS: dict[str, Kernel] = {
     for kernel in (
         Kernel("flash", kernels.flash, _flash_why_not, trusted=True),
         Kernel("efficient", kernels.efficient, _efficient_why_not),
-        Kernel("dense", _dense, _dense_why_not, trusted=True),
+        Kernel("dense", _dense, _dense_why_not, trusted=True, finite_tail=True),
+        Kernel("cudnn-one-segment", one_segment.cudnn, _one_segment_why_not, finite_tail=True, one_segment=True),
         Kernel("active-flash", kernels.flash, _active_why_not),
         *(Kernel(name, packages.runner(name), _package_why_not(name)) for name in ("fa4", "fa3", "fa2")),
     )
@@ -160,32 +186,43 @@ def candidates(problem: Problem, device: torch.device, *, fence_from: int) -> tu
             why = seen.wrong
             if why is None and not seen.isolates and 0 < fence_from <= max(1, problem.segments):
                 refused[name] = "a NaN of one segment reaches another's rows; behind a fence only"
-                behind = Kernel(name + FENCED, fenced(kernel.run), kernel.why_not)
+                behind = _fenced(kernel)
                 if probe(behind, problem.torch_dtype, problem.head_dim, device).isolates:
-                    found[behind.name] = behind.run
+                    found[behind.name] = behind.complete()
                 continue
         if why is None:
-            found[name] = kernel.run
+            found[name] = kernel.complete() if problem.kind == VARLEN else kernel.run
         else:
             refused[name] = why
     return found, refused
 
 
 def run_of(name: str) -> Run:
-    """A kernel by name, also one behind the fence."""
-    bare = name.removesuffix(FENCED)
-    kernel = VARLEN_KERNELS.get(bare) or DENSE_KERNELS[bare]
-    return fenced(kernel.run) if name.endswith(FENCED) else kernel.run
+    """A kernel by name, also one behind the fence; a varlen kernel's tail is finite, or NaN where the fence put it."""
+    if name in DENSE_KERNELS:
+        return DENSE_KERNELS[name].run
+    kernel = VARLEN_KERNELS[name.removesuffix(FENCED)]
+    return (_fenced(kernel) if name.endswith(FENCED) else kernel).complete()
+
+
+def _fenced(kernel: Kernel) -> Kernel:
+    return Kernel(kernel.name + FENCED, fenced(kernel.run), kernel.why_not, one_segment=kernel.one_segment)
 
 
 @functools.cache
 def probe(kernel: Kernel, dtype: torch.dtype, head_dim: int, device: torch.device) -> Probe:
-    """Try a varlen kernel on three segments, and again with NaN in the second one and behind the last."""
+    """Try a varlen kernel on three segments, and again with NaN in the second one and behind the last.
+
+    One for a single segment is tried on one, and with NaN behind it.
+    """
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(PROBE_ROWS, PROBE_HEADS, head_dim, generator=generator).to(device, dtype) for _ in range(3)]
-    first, second, end = PROBE_LENGTHS[0], sum(PROBE_LENGTHS[:2]), sum(PROBE_LENGTHS)
-    cu_seqlens = torch.tensor([0, first, second, end], dtype=torch.int32, device=device)
-    scale, longest = head_dim**-0.5, max(PROBE_LENGTHS)
+    lengths = (sum(PROBE_LENGTHS),) if kernel.one_segment else PROBE_LENGTHS
+    ends = [sum(lengths[: n + 1]) for n in range(len(lengths))]
+    end = ends[-1]
+    first, second = (end, end) if kernel.one_segment else ends[:2]
+    cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32, device=device)
+    scale, longest = head_dim**-0.5, max(lengths)
     try:
         clean = kernel.run(*inputs, cu_seqlens, longest, scale)[:end]
         q, k, v = (x.float() for x in inputs)

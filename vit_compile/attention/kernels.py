@@ -47,15 +47,15 @@ def forward(
             synchronise.
         max_seqlen: at least the longest segment, used as it is. Rows beyond it would be left out.
         scale: factor on the scores.
-        run: the kernel, such as `flash`; rows past the last boundary may be anything. None: `choose` names one.
+        run: the kernel, as `admission` hands it out. None: `choose` names one.
 
     Returns:
-        A new contiguous [T,H,D]; rows past the last boundary are zero.
+        A new contiguous [T,H,D]; rows past the last boundary are zero, or finite with a `run` that makes them so.
     """
     if q.numel() == 0 or max_seqlen <= 0 or cu_seqlens.shape[0] < 2:
         return q.new_zeros(q.shape)
     if run is not None:
-        return zero_tail_(run(q, k, v, cu_seqlens, max_seqlen, scale), cu_seqlens)
+        return run(q, k, v, cu_seqlens, max_seqlen, scale)
     kernel = choose(q.dtype, q.shape[2], _capability(q.device.index), flash_usable=flash_usable())
     if kernel == "dense":
         return dense(q, k, v, cu_seqlens, scale)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 VARLEN, DENSE = "varlen", "dense"
+PARTLY_FULL = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,13 @@ def dense_problem(q: torch.Tensor, k: torch.Tensor, *, causal: bool) -> Problem:
 def layouts(problem: Problem) -> tuple[list[int], ...]:
     """Boundaries to time a varlen problem with: the fewest segments that its bound allows, and as many as it has room for.
 
+    With room for one: a full one, and one of `PARTLY_FULL` of the rows, since some kernels compute the padding and some do not.
     Which of the two a replay meets is not known at capture; a kernel is chosen by both.
     """
     rows, room = problem.shape[0], max(1, problem.segments)
+    if room == 1:
+        full = min(rows, problem.max_seqlen)
+        return [0, full], [0, max(1, int(full * PARTLY_FULL))]
     fewest = min(room, max(1, math.ceil(rows / max(1, problem.max_seqlen))))
     return tuple(_even(min(rows, parts * problem.max_seqlen), parts, room) for parts in dict.fromkeys((fewest, min(room, rows))))
 

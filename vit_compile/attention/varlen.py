@@ -4,7 +4,8 @@ Rows of many images lie behind one another in one tensor; `cu_seqlens` says wher
 window) begins and ends, and a segment attends only within itself.
 
 Guarantees, on every device:
-- empty segments are allowed; rows past the last boundary come out as zeros;
+- empty segments are allowed; rows past the last boundary come out as zeros (inside a graph whose padding is finite they may be
+  other finite numbers, where a kernel was chosen that computes them);
 - a NaN or Inf in one segment, or past the last boundary, never changes another segment's rows (float32 on a GPU: as far
   as `kernels.efficient` keeps it, see there);
 - q, k and v may be strided; the output is new and contiguous;

@@ -73,10 +73,6 @@ class PackedGridTable(EncoderTable):
             max_frames_per_video=max_frames_per_video,
             segment_capacities=segment_capacities,
         )
-        if self.reads_grid:
-            # Seen with Inductor of torch 2.11 on a GPU; eager code with the same metadata stays in range. A failed assertion on
-            # the device is the end of a process.
-            self.as_written = "compiled, its sampling of positions fails an assertion on the device"
 
     @torch.no_grad()
     def _outputs(self, config: Any, fields: str | None) -> TowerOutputs:
@@ -178,9 +174,6 @@ _ALWAYS = ("hidden_states", "position_ids", "cu_seqlens")
 _WINDOWS = ("window_index", "cu_window_seqlens")
 _INTERPOLATED = ("interp_indices", "interp_weights")
 _SAMPLED = ("grid_thw",)
-_AS_WRITTEN = (
-    "It is captured as it is written: compiled by Inductor (torch 2.11), its sampling of positions fails an assertion on the GPU."
-)
 
 
 def _row(name: str, model_types: tuple[str, ...], tower: str, more: tuple[str, ...] = ()) -> Architecture:
@@ -192,7 +185,6 @@ def _row(name: str, model_types: tuple[str, ...], tower: str, more: tuple[str, .
         modalities=("image", "video"),
         buffers=(*_ALWAYS, *more),
         tokens="t h w / 4",
-        limits=(_AS_WRITTEN,) if more == _SAMPLED else (),
     )
 
 

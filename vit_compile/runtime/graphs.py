@@ -254,7 +254,7 @@ class GraphSet:
                 continue
             if isinstance(self._model, SupportsPaddingTrial):
                 self._model.fill_encoder_cudagraph_trial(graph.inputs.state, graph.key.path, graph.key.token_budget, None)
-            graph.predicted_ms = median_ms(graph.replay, self._device)
+            graph.predicted_ms = least_ms(graph.replay, self._device)[1]
 
     def drop(self) -> None:
         """Let go of all graphs, buffers and the pool."""
@@ -277,13 +277,25 @@ def _written(graph: EncoderGraph) -> Skip | None:
 
 def median_ms(function: Callable[[], object], device: torch.device, runs: int = TIMED_RUNS) -> float:
     """Median wall time of a call in milliseconds, with synchronisation, after one that does not count."""
+    return statistics.median(wall for _, wall in _timed(function, device, runs))
+
+
+def least_ms(function: Callable[[], object], device: torch.device, runs: int = TIMED_RUNS) -> tuple[float, float]:
+    """(until the call returns, until the device is done), in milliseconds: the least of several calls after one that does not
+    count. Other work on a shared device only adds to a call's time, so that the least is what to predict with."""
+    times = _timed(function, device, runs)
+    return min(host for host, _ in times), min(wall for _, wall in times)
+
+
+def _timed(function: Callable[[], object], device: torch.device, runs: int) -> list[tuple[float, float]]:
     times = []
     for _ in range(runs + 1):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         started = time.perf_counter()
         function()
+        returned = time.perf_counter()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times[1:])
+        times.append(((returned - started) * 1e3, (time.perf_counter() - started) * 1e3))
+    return times[1:]

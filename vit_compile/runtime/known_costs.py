@@ -30,8 +30,8 @@ class Costs:
     graphs: dict[str, float] = field(default_factory=dict)
     """Milliseconds of a replay, by `str(GraphKey)`."""
 
-    eager: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By path: milliseconds of an eager run that do not depend on its tokens, and milliseconds of each token."""
+    eager: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    """By path: milliseconds of an eager run that do not depend on its tokens, of each token, and the least that a run takes."""
 
     def as_dict(self) -> dict[str, Any]:
         """Fit for JSON."""
@@ -44,7 +44,7 @@ class Costs:
         Raises:
             TypeError, ValueError, KeyError: it is something else.
         """
-        eager = {str(path): (_time(base), _time(slope)) for path, (base, slope) in given["eager"].items()}
+        eager = {str(path): (_time(base), _time(slope), _time(least)) for path, (base, slope, least) in given["eager"].items()}
         return cls({str(key): _time(ms) for key, ms in given["graphs"].items()}, eager)
 
 

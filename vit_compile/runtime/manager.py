@@ -35,7 +35,7 @@ from vit_compile.runtime.config import EncoderConfig
 from vit_compile.runtime.data_parallel import DataParallel
 from vit_compile.runtime.forward import compiled_forward, eager_forward
 from vit_compile.runtime.generic_buffers import GenericBuffers
-from vit_compile.runtime.graphs import GraphKey, GraphSet, median_ms
+from vit_compile.runtime.graphs import GraphKey, GraphSet, least_ms
 from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.ladders import resolve
 from vit_compile.runtime.planner import EagerCost, PlannedBatch, Planner
@@ -87,10 +87,7 @@ class EncoderCudaGraphManager:
         self._direct = self.model if isinstance(self.model, SupportsDirectFill) else None
         self._lock = threading.RLock()
         self._statistics = EncoderStatistics(self.config.log_every)
-        as_written = model.as_written if isinstance(model, EncoderTable) else None
-        if self.config.mode == "compiled" and as_written is not None:
-            logger.info("%s is captured as it is written: %s", type(model).__name__, as_written)
-        if self.config.mode == "compiled" and as_written is None:
+        if self.config.mode == "compiled":
             forward = compiled_forward(self.model, frozenset(self.declaration.buffer_keys), self.config.compiler)
         else:
             forward = eager_forward(self.model)
@@ -219,26 +216,29 @@ class EncoderCudaGraphManager:
             eager = {path: EagerCost(*cost) for path, cost in known.eager.items() if path in self._paths}
             eager |= self._time_eager([path for path in self._paths if path not in eager])
         times = {graph.label: graph.predicted_ms for graph in self._set.graphs.values() if graph.predicted_ms is not None}
-        lines = {path: (cost.fixed_ms, cost.ms_per_token) for path, cost in eager.items()}
+        lines = {path: (cost.fixed_ms, cost.ms_per_token, cost.least_ms) for path, cost in eager.items()}
         known_costs.note(name, known_costs.Costs(times, lines))
         return eager
 
     def _time_eager(self, paths: Sequence[str]) -> dict[str, EagerCost]:
-        """An eager run at the smallest and at the largest captured budget of each path, and a line through the two."""
+        """An eager run at the smallest and at the largest captured budget of each path, and a line through the two.
+
+        Below the smallest nothing was measured, and the line may fall far below what launching takes.
+        """
         found = {}
         for path in paths:
             graphs = sorted((g for k, g in self._set.graphs.items() if k.path == path), key=lambda g: g.key.token_budget)
             if not graphs:
                 continue
-            (low, low_ms), (high, high_ms) = [
+            (low, (host_ms, low_ms)), (high, (_, high_ms)) = [
                 (
                     graph.key.token_budget,
-                    median_ms(partial(self.model.encoder_cudagraph_forward, graph.inputs.values, path), self.device, 3),
+                    least_ms(partial(self.model.encoder_cudagraph_forward, graph.inputs.values, path), self.device, 3),
                 )
                 for graph in (graphs[0], graphs[-1])
             ]
             slope = max(0.0, (high_ms - low_ms) / (high - low)) if high > low else 0.0
-            found[path] = EagerCost(max(0.0, low_ms - slope * low), slope)
+            found[path] = EagerCost(max(0.0, low_ms - slope * low), slope, host_ms)
         return found
 
     def clear(self) -> None:

@@ -38,14 +38,16 @@ class PlannedBatch:
 
 @dataclass(frozen=True, slots=True)
 class EagerCost:
-    """Predicted milliseconds of an eager run on one path: a fixed part and one per token."""
+    """Predicted milliseconds of an eager run on one path: a fixed part and one per token, but never below `least_ms`."""
 
     fixed_ms: float
     ms_per_token: float
+    least_ms: float = 0.0
+    """What the host needs to launch the kernels, whatever their sizes."""
 
     def __call__(self, tokens: int) -> float:
         """Milliseconds for so many output tokens."""
-        return self.fixed_ms + self.ms_per_token * tokens
+        return max(self.least_ms, self.fixed_ms + self.ms_per_token * tokens)
 
 
 class Planner:

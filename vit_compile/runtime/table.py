@@ -156,9 +156,6 @@ class EncoderTable:
     refusal: str | None = None
     """See `EncoderCudaGraphConfig`."""
 
-    as_written: str | None = None
-    """Why the forward is captured as it is written, and not compiled, also under `mode="compiled"`."""
-
     def prepare_request(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """A request as `modalities` describe it, from what the model's processor makes, where those differ (padded images for
         a packed tower). Called first, once per request; may run on the device, and raises what is wrong with the inputs."""

@@ -1,0 +1,103 @@
+"""Dense attention over one segment and a padded tail: further columns of q and k in place of a mask."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vit_compile.attention import admission, one_segment
+from vit_compile.attention.problem import VARLEN, Problem
+
+HOPPER = (9, 0)
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of all rows to all rows, [T,H,D]."""
+    return F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), scale=scale).transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("end", [1, 13, 20])
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_wide_rows_attend_to_the_segment_only(dtype: torch.dtype, end: int, size: float) -> None:
+    """Dense attention of wide q and k gives each real row exactly the weights of attention within the segment, whatever the
+    padding of q and k holds, and whichever sign and size scores have; padded rows come out finite."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(20, 3, 8) * size for _ in range(3))
+    v[end:] = 1e4
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    want = dense(q[:end].double(), k[:end].double(), v[:end].double(), 8**-0.5)
+    for poison in (0.0, 1e4, float("nan"), float("inf")):
+        q[end:] = k[end:] = poison
+        wide_q, wide_k = one_segment.widened(q, k, torch.tensor([0, end], dtype=torch.int32))
+        assert wide_q.dtype == wide_k.dtype == dtype
+        out = dense(wide_q.double(), wide_k.double(), v.double(), 8**-0.5)
+        torch.testing.assert_close(out[:end], want, atol=0, rtol=1e-9)
+        assert out.isfinite().all()
+
+
+def test_an_empty_segment_is_finite() -> None:
+    """Nothing is real: no row may come out as NaN."""
+    q, k, v = torch.randn(3, 5, 2, 8).unbind(0)
+    wide_q, wide_k = one_segment.widened(q, k, torch.tensor([0, 0], dtype=torch.int32))
+    assert dense(wide_q, wide_k, v, 1.0).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("segments", "dim", "dtype", "capability", "serves"),
+    [
+        (1, 72, "bfloat16", HOPPER, True),
+        (1, 64, "float16", HOPPER, True),
+        (4, 72, "bfloat16", HOPPER, False),
+        (1, 128, "bfloat16", HOPPER, False),
+        (1, 76, "bfloat16", HOPPER, False),
+        (1, 72, "float32", HOPPER, False),
+        (1, 72, "bfloat16", (8, 0), False),
+    ],
+)
+def test_who_is_served(segments: int, dim: int, dtype: str, capability: tuple[int, int], serves: bool) -> None:
+    """Room for one segment, half precision, head dims that are multiples of 8 and leave eight columns of 128."""
+    problem = Problem(VARLEN, dtype, (64, 2, dim), segments, 64)
+    why = admission.VARLEN_KERNELS["cudnn-one-segment"].why_not(problem, capability)
+    assert (why is None) == serves
+
+
+_PROCESS = """
+import torch
+from vit_compile.attention import one_segment, one_segment_triton
+torch.manual_seed(0)
+for rows, heads, dim, end in ((14, 2, 8, 14), (64, 16, 72, 40), (33, 3, 64, 1), (9, 5, 80, 0), (20, 12, 88, 19)):
+    cu_seqlens = torch.tensor([0, end], dtype=torch.int32)
+    packed = torch.randn(rows, 3, heads, dim)
+    packed[end:] = float("nan")
+    turned = torch.randn(rows, dim, heads).transpose(1, 2)  # columns apart
+    for q, k in ((packed[:, 0], packed[:, 1]), (packed[:, 0].clone(), packed[:, 2]), (turned, packed[:, 1])):
+        want = one_segment.widened_in_torch(q, k, cu_seqlens)
+        got = one_segment_triton.widen(q, k, cu_seqlens)
+        assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(got, want, strict=True)), (rows, heads, dim, end)
+print("the same")
+"""
+
+
+def test_the_kernel_does_what_plain_torch_does() -> None:
+    """In Triton's interpreter: strided inputs, any end, several widths, NaN behind the end."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", _PROCESS],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("the same")
