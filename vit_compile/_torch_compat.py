@@ -229,10 +229,10 @@ def compile_inductor_piece(gm: fx.GraphModule, args: Sequence[Any], *, static: b
     """
     shapes = "from_example_inputs" if static else "from_tracing_context"
 
-    def compiled() -> Any:
+    def compiled() -> Callable[..., Any]:
         # A fresh dict: Inductor keeps it.
         options = {"config_patches": dict(_PIECE_CONFIG)}
-        return torch._inductor.standalone_compile(gm, list(args), dynamic_shapes=shapes, options=options)  # type: ignore[arg-type]
+        return torch._inductor.standalone_compile(gm, list(args), dynamic_shapes=shapes, options=options)  # type: ignore[arg-type, no-any-return, unused-ignore]
 
     # Padding of unaligned matrix products is decided by size, which would tie a piece for all sizes to some of them.
     with _quiet_artifacts(), inductor_config.patch(shape_padding=static), V.set_choices_handler(_LongRows()):
