@@ -71,8 +71,7 @@ def test_every_admissible_kernel_keeps_the_contract(dtype: torch.dtype, dim: int
 def test_cudnn_with_one_segment(rows: int, dtype: torch.dtype, dim: int) -> None:
     """Any end up to all rows: the numbers of the reference; padding of q and k may hold anything, that of v anything finite,
     and no bit of a real row changes; the tail is finite; it can be captured, and two captures give the same bits."""
-    inputs, _, scale = qkv(dim, dtype)
-    q, k, v = (x.repeat(8, 1, 1)[:rows] for x in inputs)
+    (q, k, v), scale = qkv(dim, dtype, rows), dim**-0.5
     for end in {1, rows // 2, rows - rows // 9, rows} - {0}:
         boundaries = torch.tensor([0, end], dtype=torch.int32, device=CUDA)
         want = expected([x[:end] for x in (q, k, v)], boundaries, scale)[:end]
