@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,8 +93,10 @@ class Clock:
 
     def __init__(self, **seconds: float) -> None:
         self.seconds, self.calls = seconds, 0
+        self.limits: list[float] = []
 
-    def __call__(self, call: Callable[[], object], device: torch.device) -> float:
+    def __call__(self, call: Callable[[], object], device: torch.device, give_up_s: float = math.inf) -> float:
+        self.limits.append(give_up_s)
         call()
         self.calls += 1
         made: Any = call
@@ -189,11 +192,19 @@ def test_the_fastest_wins(table: dict[str, Kernel]) -> None:
     assert settled(choices(Clock(good=1e-6, fenced=2e-6)), PROBLEM).kernel(PROBLEM) == "good"
 
 
+def test_hopeless_ones_are_not_timed_to_the_end(table: dict[str, Kernel]) -> None:
+    """A kernel may take twice the time of the best one so far; the first one may take any."""
+    fill(table, good=good, slow=lambda *call: good(*call), fast=lambda *call: good(*call))
+    clock = Clock(good=4e-6, slow=9e-6, fast=1e-6)
+    assert settled(choices(clock), PROBLEM).kernel(PROBLEM) == "fast"
+    assert clock.limits == pytest.approx([limit for limit in (math.inf, 8e-6, 8e-6) for _ in layouts(PROBLEM)])
+
+
 def test_one_that_cannot_be_timed_is_refused(table: dict[str, Kernel]) -> None:
     """A kernel that fails in a capture loses with the reason; with none left the default serves."""
     fill(table, good=good)
 
-    def timer(call: Callable[[], object], device: torch.device) -> float:
+    def timer(call: Callable[[], object], device: torch.device, give_up_s: float = 0.0) -> float:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     made = settled(KernelChoices("auto", CPU, timer, fence_from=2), PROBLEM)

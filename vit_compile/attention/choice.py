@@ -9,6 +9,7 @@ device and problem, so that a further encoder, a recapture or a loaded cache doe
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,8 +30,8 @@ from vit_compile.stats import Skip, report_skip
 class Timer(Protocol):
     """Seconds that one of several captured repetitions of a call takes on the device; raises where it cannot be captured."""
 
-    def __call__(self, call: Callable[[], object], device: torch.device) -> float:
-        """Time `call`."""
+    def __call__(self, call: Callable[[], object], device: torch.device, give_up_s: float = ...) -> float:
+        """Time `call`; one that takes longer than `give_up_s` needs no precise answer."""
         ...
 
 
@@ -44,6 +45,8 @@ class Choice:
     refused: dict[str, str] = field(default_factory=dict)
     """Why other kernels could not serve it."""
 
+
+HOPELESS = 2.0
 
 Key = tuple[str, Problem, int]
 _known: dict[Key, Choice] = {}
@@ -187,19 +190,26 @@ class KernelChoices:
 
 
 def measure(problem: Problem, device: torch.device, timer: Timer, *, fence_from: int) -> Choice:
-    """Time the admissible kernels on a problem; the fastest wins. One that fails, or cannot be captured, is refused."""
+    """Time the admissible kernels on a problem; the fastest wins. One that fails, or cannot be captured, is refused.
+
+    Of one that is `HOPELESS` times slower than another, the time is rough.
+    """
     runs, refused = admission.candidates(problem, device, fence_from=fence_from)
     calls = _varlen_calls(problem, device) if problem.kind == VARLEN else _dense_calls(problem, device)
     times: dict[str, float] = {}
+    best = [math.inf] * len(calls)
     for name, run in runs.items():
         try:
-            seconds = [timer(functools.partial(run, *call), device) for call in calls]
+            seconds = [
+                timer(functools.partial(run, *call), device, HOPELESS * least) for call, least in zip(calls, best, strict=True)
+            ]
         except torch.OutOfMemoryError:
             refused[name] = "out of memory"
         except Exception as error:
             refused[name] = f"fails here: {type(error).__name__}: {first_line(error)}"
         else:
             times[name] = sum(seconds) / len(seconds) * 1e6
+            best = list(map(min, best, seconds))
     fastest = min(times, key=lambda name: times[name]) if times else ""
     return Choice(fastest, {name: round(time, 2) for name, time in times.items()}, refused)
 

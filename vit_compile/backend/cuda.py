@@ -23,7 +23,11 @@ from vit_compile.options import ATTENTION_DEFAULT
 
 T = TypeVar("T")
 TIMED_CALLS = 8
+"""Repetitions in a graph that is timed: at most these, and about `TIMED_S` seconds of them."""
+TIMED_S = 2e-3
 TIMED_REPLAYS = 5
+LAUNCH_S = 3e-4
+"""What launching the kernels of one call may take on the host: a shorter time outside of a graph says nothing."""
 # `warnings.catch_warnings` is process wide, and cuBLAS / cuDNN initialise lazily: one recording at a time.
 _recording = threading.Lock()
 # Streams of recorders that are gone. A stream keeps a cuBLAS workspace of tens of MiB, so streams are used again.
@@ -150,31 +154,43 @@ class Recorder:
             self.last_replay.record(torch.cuda.current_stream(self.index))
 
 
-def seconds_captured(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call among `TIMED_CALLS` in a captured graph: the best of `TIMED_REPLAYS` replays.
+def seconds_captured(call: Callable[[], object], device: torch.device, give_up_s: float = math.inf) -> float:
+    """Seconds of one call among several in a captured graph: the best of `TIMED_REPLAYS` replays.
+
+    Args:
+        call: what to time; it is called before, and must be ready to be captured.
+        device: where it runs.
+        give_up_s: a call that takes longer than this outside of a graph, and longer than launching could, is not captured; that
+            time is the answer then.
 
     Whatever the call raises, in a capture or before, is raised.
     """
     recorder = Recorder(device)
-
-    def calls() -> None:
-        for _ in range(TIMED_CALLS):
-            call()
-
     with recorder.session() as stream:
         for _ in range(2):
             call()
+        rough = _seconds(call, stream)
+        if rough > max(give_up_s, LAUNCH_S):
+            return rough
+        count = min(TIMED_CALLS, max(1, int(TIMED_S / rough)))
+
+        def calls() -> None:
+            for _ in range(count):
+                call()
+
         graph = check_recorded(recorder.record(calls)[0], "an attention kernel")
         graph.replay()
-        best = math.inf
-        for _ in range(TIMED_REPLAYS):
-            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            started.record(stream)
-            graph.replay()
-            ended.record(stream)
-            ended.synchronize()
-            best = min(best, started.elapsed_time(ended) / 1e3)
-    return best / TIMED_CALLS
+        return min(_seconds(graph.replay, stream) for _ in range(TIMED_REPLAYS)) / count
+
+
+def _seconds(call: Callable[[], object], stream: torch.cuda.Stream) -> float:
+    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream.synchronize()
+    started.record(stream)
+    call()
+    ended.record(stream)
+    ended.synchronize()
+    return max(float(started.elapsed_time(ended)), 1e-3) / 1e3
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class BatchRunner:
         self._paths = tuple(declaration.paths)
         self.refused = False
         """A graph was taken out of the set: plans have to be made anew."""
+        self._uncounted: list[Callable[[], None]] = []
 
     def run(
         self,
@@ -88,11 +90,11 @@ class BatchRunner:
                     features_here = output[:tokens] if borrow else output[:tokens].clone()
                     right = self._first_use(graph, request, specs, indices, features_here) if graph.unseen else None
                     if right is None:
-                        self._statistics.replay(path, skip.token_budget, skip.axis_keys, items=items, tokens=tokens)
+                        self._count(self._statistics.replay, path, skip.token_budget, skip.axis_keys, items=items, tokens=tokens)
                         outputs[path] = features_here
                     else:
                         outputs[path] = right
-                        self._statistics.eager(path, "padding-unsafe", items=items, tokens=tokens)
+                        self._count(self._statistics.eager, path, "padding-unsafe", items=items, tokens=tokens)
                     continue
                 else:
                     skip = Skip("too-many-segments", f"{graph.label}: {items} items, {tokens} tokens")
@@ -104,9 +106,24 @@ class BatchRunner:
                 if selected is None:
                     selected = self._model.select_encoder_cudagraph_items(request, indices)
                 outputs[path] = self._eager(selected, path, tokens)
-            self._statistics.eager(path, skip.code, items=items, tokens=tokens)
-            counters.add_skip(skip.code)
+            self._count(self._statistics.eager, path, skip.code, items=items, tokens=tokens)
+            self._count(counters.add_skip, skip.code)
         return self._together(outputs, members, request, selected, indices)
+
+    def only_replays(self, plan: Sequence[PlannedBatch]) -> bool:
+        """Is every batch of a plan a replay of graphs that have nothing to show any more?"""
+        keys = [choice for batch in plan for choice in batch.choices if choice is not None]
+        graphs = [self._graphs.graphs.get(key) if isinstance(key, GraphKey) else None for key in keys]
+        return all(graph is not None and not graph.unseen for graph in graphs)
+
+    def _count(self, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._uncounted.append(partial(function, *args, **kwargs))
+
+    def counted(self, *, happened: bool = True) -> None:
+        """What ran since the last time counts now, or not at all: its features were thrown away."""
+        uncounted, self._uncounted = self._uncounted, []
+        for count in uncounted if happened else ():
+            count()
 
     def _together(
         self,

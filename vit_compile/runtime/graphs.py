@@ -6,6 +6,7 @@ so that everything but recording is the same everywhere.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from vit_compile.stats import Skip, counters
 
 WARMUP_RUNS = 2
 TIMED_RUNS = 5
+ENOUGH_MS = 60.0
 SEES_OTHERS = ("padding-unsafe", "padding-unproved", "input-mutation")
 """Reasons for which a graph is refused that make running items together doubtful."""
 MAX_REBUILDS = 4
@@ -282,14 +284,17 @@ def median_ms(function: Callable[[], object], device: torch.device, runs: int = 
 
 def least_ms(function: Callable[[], object], device: torch.device, runs: int = TIMED_RUNS) -> tuple[float, float]:
     """(until the call returns, until the device is done), in milliseconds: the least of several calls after one that does not
-    count. Other work on a shared device only adds to a call's time, so that the least is what to predict with."""
-    times = _timed(function, device, runs)
+    count. Other work on a shared device only adds to a call's time, so that the least is what to predict with. Of a long call,
+    two are enough."""
+    times = _timed(function, device, runs, ENOUGH_MS)
     return min(host for host, _ in times), min(wall for _, wall in times)
 
 
-def _timed(function: Callable[[], object], device: torch.device, runs: int) -> list[tuple[float, float]]:
-    times = []
-    for _ in range(runs + 1):
+def _timed(
+    function: Callable[[], object], device: torch.device, runs: int, enough_ms: float = math.inf
+) -> list[tuple[float, float]]:
+    times: list[tuple[float, float]] = []
+    while len(times) <= runs and (len(times) < 3 or sum(wall for _, wall in times) < enough_ms):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         started = time.perf_counter()

@@ -332,29 +332,68 @@ class EncoderCudaGraphManager:
         if not indices:
             return []
         with self._lock, self._on_device():
-            reason = self._ready()
-            planner = self._idle_planner if self._planner is None or reason is not None else self._planner
-            plan = planner.plan([specs[index] for index in indices])
-            self._refuse_eager(plan, reason)
-            recorder = self._set.recorder
+            features = self._ahead(request, specs, indices)
+            if features is None:
+                reason = self._ready()
+                planner = self._idle_planner if self._planner is None or reason is not None else self._planner
+                plan = planner.plan([specs[index] for index in indices])
+                self._refuse_eager(plan, reason)
+                try:
+                    features = self._run(request, specs, indices, plan, reason)
+                finally:
+                    self._runner.counted()
+        return features
+
+    def _ahead(
+        self, request: Mapping[str, Any], specs: Sequence[EncoderItemSpec], indices: Sequence[int]
+    ) -> list[torch.Tensor] | None:
+        """Features by replays alone, launched before the weights are looked at, so that the device computes meanwhile.
+
+        What the graphs read must be where it was: old memory may have been given back. Whether the modules still hold it is
+        seen afterwards, and if not, nothing has happened. None then, and where more than replays is due.
+        """
+        watch, planner = self._watch, self._planner
+        if watch is None or planner is None or not self.config.enabled or watch.moved():
+            return None
+        plan = planner.plan([specs[index] for index in indices])
+        if not self._runner.only_replays(plan):
+            return None
+        valid = False
+        try:
+            features = self._run(request, specs, indices, plan, None)
+            modules = modules_of(self.model)
+            valid = watch.is_for(modules, tensors_of(self.model)) and not watch.replaced() and not watch.training()
+        finally:
+            self._runner.counted(happened=valid)
+        return features if valid else None
+
+    def _run(
+        self,
+        request: Mapping[str, Any],
+        specs: Sequence[EncoderItemSpec],
+        indices: Sequence[int],
+        plan: Sequence[PlannedBatch],
+        reason: Skip | None,
+    ) -> list[torch.Tensor]:
+        recorder = self._set.recorder
+        if recorder is not None:
+            recorder.before_replay()
+        features: list[torch.Tensor | None] = [None] * len(indices)
+        may_borrow = self.config.outputs == "borrow" and self._parallel is None
+        try:
+            for batch in plan:
+                chosen = [indices[position] for position in batch.indices]
+                made = self._runner.run(request, specs, chosen, batch, reason, may_borrow=may_borrow and len(plan) == 1)
+                for position, feature in zip(batch.indices, made, strict=True):
+                    features[position] = feature
+        finally:
             if recorder is not None:
-                recorder.before_replay()
-            features: list[torch.Tensor | None] = [None] * len(indices)
-            may_borrow = self.config.outputs == "borrow" and self._parallel is None
-            try:
-                for batch in plan:
-                    chosen = [indices[position] for position in batch.indices]
-                    made = self._runner.run(request, specs, chosen, batch, reason, may_borrow=may_borrow and len(plan) == 1)
-                    for position, feature in zip(batch.indices, made, strict=True):
-                        features[position] = feature
-            finally:
-                if recorder is not None:
-                    recorder.after_replay()
-                if self._watch is not None:
-                    self._watch.forget_own_changes()
-                if self._runner.refused and self._planner is not None:
-                    self._planner = self._new_planner(self._eager_costs)
-                self._runner.refused = False
+                recorder.after_replay()
+            if self._watch is not None:
+                self._watch.forget_own_changes()
+            if self._runner.refused and self._planner is not None:
+                self._planner = self._new_planner(self._eager_costs)
+            self._runner.refused = False
         done = [feature for feature in features if feature is not None]
         assert len(done) == len(indices), "every item is in exactly one batch"
         return done

@@ -158,9 +158,20 @@ class WeightWatch:
 
     def changed(self) -> bool:
         """Is any weight another object, or in other memory, or a setting another one, than when this was made?"""
+        return self.replaced() or self.moved()
+
+    def replaced(self) -> bool:
+        """Is any weight another object?"""
+        return self._entries.changed()
+
+    def moved(self) -> bool:
+        """Is any of the weights that were there in other memory, or a setting another one?
+
+        The weights are held here: memory that is where it was is theirs, whoever else has let go of it.
+        """
         if self._settings and len(unchanged(self._settings)) < len(self._settings):
             return True
-        return self._entries.changed() or list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers
+        return list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers
 
     def forget_own_changes(self) -> None:
         """After a call: a setting that the model itself changes when it runs, such as a log of its calls, is not the user's."""

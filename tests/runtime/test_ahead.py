@@ -1,0 +1,158 @@
+"""Replays are launched before the weights are looked at: what was changed since is noticed all the same, and never served."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import towers
+from tests.models.test_packed_grid import captured, largest_difference, request_of, table_of
+from vit_compile.models.packed_grid import PackedGridTable
+from vit_compile.runtime.manager import EncoderCudaGraphManager
+from vit_compile.stats import counters
+
+BUILD = towers.tiny_qwen3_vl
+REQUEST = request_of([(1, 4, 4), (1, 2, 6)])
+TOLERANCE = 1e-5
+
+
+def manager() -> EncoderCudaGraphManager:
+    """Captured, its graphs with nothing more to show."""
+    made = captured(table_of(BUILD), token_budgets=(48,), packing="greedy", mode="eager")
+    for _ in range(3):
+        made.execute(REQUEST)
+    assert not any(graph.unseen for graph in made._set.graphs.values())
+    return made
+
+
+def tower_of(made: EncoderCudaGraphManager) -> Any:
+    """The module behind it."""
+    return made.model.encoder_modules()[0]  # type: ignore[attr-defined]
+
+
+def expected(made: EncoderCudaGraphManager) -> list[torch.Tensor]:
+    """Features of an encoder that is made now, of a copy of the tower as it is."""
+    tower = copy.deepcopy(tower_of(made)).eval()
+    fresh = EncoderCudaGraphManager(PackedGridTable(tower, token_range=(4, 64)), device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        return fresh.execute(REQUEST)
+
+
+def new_object(tower: Any) -> None:
+    """Another Parameter in the place of one."""
+    layer = tower.blocks[0].mlp.linear_fc1
+    layer.weight = nn.Parameter(layer.weight.detach() * 2, requires_grad=False)
+
+
+def new_memory(tower: Any) -> None:
+    """The same Parameter with other memory."""
+    weight = tower.blocks[0].mlp.linear_fc1.weight
+    weight.data = weight.data * 2
+
+
+def new_module(tower: Any) -> None:
+    """Another layer."""
+    old = tower.blocks[1].mlp.linear_fc2
+    tower.blocks[1].mlp.linear_fc2 = nn.Linear(old.in_features, old.out_features).requires_grad_(False)
+
+
+def new_buffer(tower: Any) -> None:
+    """A buffer that was not there."""
+    tower.blocks[0].mlp.register_buffer("extra", torch.ones(1))
+
+
+def in_place(tower: Any) -> None:
+    """The same memory with other values: graphs read it."""
+    tower.blocks[0].mlp.linear_fc1.weight.mul_(2)
+
+
+CHANGES = {
+    "object": (new_object, 1),
+    "memory": (new_memory, 1),
+    "module": (new_module, 1),
+    "buffer": (new_buffer, 1),
+    "in place": (in_place, 0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@torch.no_grad()
+def test_changes_are_noticed(name: str) -> None:
+    """The next call gives the changed tower's features, captured anew where the graphs' memory is not the weights' any more."""
+    change, recaptures = CHANGES[name]
+    made = manager()
+    before = [feature.clone() for feature in made.execute(REQUEST)]
+    change(tower_of(made))
+    with counters.expect(recaptures=recaptures):
+        got = made.execute(REQUEST)
+    assert largest_difference(got, expected(made)) <= TOLERANCE
+    if name != "buffer":
+        assert largest_difference(got, before) > 1e-3, "the change shows"
+
+
+@torch.no_grad()
+def test_what_is_thrown_away_does_not_count() -> None:
+    """One call, one hit for each item, however often it was computed; in train mode no hit at all."""
+    made = manager()
+    hits = made.snapshot()["graph_hits"]
+    new_object(tower_of(made))
+    made.execute(REQUEST)
+    assert made.snapshot()["graph_hits"] == hits + 2
+    tower_of(made).train()
+    made.execute(REQUEST)
+    tower_of(made).eval()
+    found = made.snapshot()
+    assert found["graph_hits"] == hits + 2
+    assert found["miss_reasons"] == {"train-mode": 2}
+
+
+@torch.no_grad()
+def test_memory_is_looked_at_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is not replayed once the memory that it reads may have gone; whether modules still hold it may wait."""
+    made = manager()
+    order: list[str] = []
+    watch, runner = made._watch, made._runner
+    assert watch is not None
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            order.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("moved", "replaced", "training"):
+        monkeypatch.setattr(watch, name, noting(name, getattr(watch, name)))
+    monkeypatch.setattr(runner, "run", noting("run", runner.run))
+    made.execute(REQUEST)
+    assert order == ["moved", "run", "replaced", "training"]
+    order.clear()
+    new_memory(tower_of(made))
+    made.execute(REQUEST)
+    assert order[:2] == ["moved", "training"], "nothing ran on what was there"
+
+
+@torch.no_grad()
+def test_own_changes_of_a_run_are_not_replacements() -> None:
+    """A layer that counts its calls on itself is not captured anew at every call."""
+
+    class Counting(nn.Linear):
+        seen = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += 1
+            return super().forward(x)
+
+    table = table_of(BUILD)
+    old = table.tower.blocks[0].mlp.linear_fc1
+    counting = Counting(old.in_features, old.out_features).requires_grad_(False)
+    table.tower.blocks[0].mlp.linear_fc1 = counting.eval()
+    made = captured(table, token_budgets=(48,), packing="greedy", mode="eager")
+    with counters.expect(recaptures=0):
+        for _ in range(4):
+            made.execute(REQUEST)
