@@ -138,6 +138,27 @@ def test_memory_is_looked_at_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
+def test_an_error_of_what_is_gone_does_not_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay that fails on a replaced model says nothing; on the model as it was captured it does."""
+    made = manager()
+    run, left = made._runner.run, [RuntimeError("odd")]
+
+    def raises_once(*args: Any, **kwargs: Any) -> Any:
+        if left:
+            raise left.pop()
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(made._runner, "run", raises_once)
+    new_object(tower_of(made))
+    assert largest_difference(made.execute(REQUEST), expected(made)) <= TOLERANCE
+    for _ in range(3):
+        made.execute(REQUEST)
+    left.append(RuntimeError("odd"))
+    with pytest.raises(RuntimeError, match="odd"):
+        made.execute(REQUEST)
+
+
+@torch.no_grad()
 def test_own_changes_of_a_run_are_not_replacements() -> None:
     """A layer that counts its calls on itself is not captured anew at every call."""
 

@@ -332,40 +332,52 @@ class EncoderCudaGraphManager:
         if not indices:
             return []
         with self._lock, self._on_device():
-            features = self._ahead(request, specs, indices)
-            if features is None:
-                reason = self._ready()
-                planner = self._idle_planner if self._planner is None or reason is not None else self._planner
-                plan = planner.plan([specs[index] for index in indices])
-                self._refuse_eager(plan, reason)
-                try:
-                    features = self._run(request, specs, indices, plan, reason)
-                finally:
-                    self._runner.counted()
-        return features
+            planner, watch, wanted = self._planner, self._watch, [specs[index] for index in indices]
+            plan = None
+            if planner is not None and watch is not None and self.config.enabled and not watch.moved():
+                plan = planner.plan(wanted)
+                features = self._ahead(request, specs, indices, plan, watch) if self._runner.only_replays(plan) else None
+                if features is not None:
+                    return features
+            reason = self._ready()
+            current = self._idle_planner if self._planner is None or reason is not None else self._planner
+            if plan is None or current is not planner:
+                plan = current.plan(wanted)
+            self._refuse_eager(plan, reason)
+            try:
+                return self._run(request, specs, indices, plan, reason)
+            finally:
+                self._runner.counted()
 
     def _ahead(
-        self, request: Mapping[str, Any], specs: Sequence[EncoderItemSpec], indices: Sequence[int]
+        self,
+        request: Mapping[str, Any],
+        specs: Sequence[EncoderItemSpec],
+        indices: Sequence[int],
+        plan: Sequence[PlannedBatch],
+        watch: WeightWatch,
     ) -> list[torch.Tensor] | None:
-        """Features by replays alone, launched before the weights are looked at, so that the device computes meanwhile.
+        """Features by replays, launched before the weights are looked at, so that the device computes meanwhile.
 
-        What the graphs read must be where it was: old memory may have been given back. Whether the modules still hold it is
-        seen afterwards, and if not, nothing has happened. None then, and where more than replays is due.
+        What the graphs read is where it was, as old memory may have been given back. Whether the modules still hold it is seen
+        afterwards: if not, None, and nothing has happened.
         """
-        watch, planner = self._watch, self._planner
-        if watch is None or planner is None or not self.config.enabled or watch.moved():
-            return None
-        plan = planner.plan([specs[index] for index in indices])
-        if not self._runner.only_replays(plan):
-            return None
-        valid = False
+
+        def valid() -> bool:
+            modules = modules_of(self.model)
+            return watch.is_for(modules, tensors_of(self.model)) and not watch.replaced() and not watch.training()
+
+        features = None
         try:
             features = self._run(request, specs, indices, plan, None)
-            modules = modules_of(self.model)
-            valid = watch.is_for(modules, tensors_of(self.model)) and not watch.replaced() and not watch.training()
+        except Exception:
+            if valid():  # else it may come from what the model is not any more
+                raise
+        else:
+            features = features if valid() else None
         finally:
-            self._runner.counted(happened=valid)
-        return features if valid else None
+            self._runner.counted(happened=features is not None)
+        return features
 
     def _run(
         self,
