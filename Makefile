@@ -1,6 +1,6 @@
 ## make demo    environment, install, the demo on real photographs
 ## make test    environment, install, lint, types, tests
-## make test-matrix    the same, then the tests of models with the oldest supported torch and transformers
+## make test-matrix    the same, then slow tests, tests without graph passes, and with the oldest supported torch and transformers
 ##
 ## PYTHON=...   the interpreter that makes the environment (3.11 or newer)
 
@@ -28,6 +28,7 @@ FLOOR := .venv-floor
 
 test-matrix: test $(FLOOR)/.installed
 	$(BIN)/python -m pytest tests -n auto --maxprocesses 4 -m slow
+	$(BIN)/python -m pytest tests/backend tests/runtime tests/models -n auto --maxprocesses 4 -m "not slow" --passes none
 	$(FLOOR)/bin/python -m pytest tests/models tests/attention tests/runtime -n auto --maxprocesses 4
 
 lint: $(INSTALLED)

@@ -9,7 +9,7 @@ import logging
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 from unittest import mock
@@ -235,7 +235,7 @@ def compile_inductor_piece(gm: fx.GraphModule, args: Sequence[Any], *, static: b
         return torch._inductor.standalone_compile(gm, list(args), dynamic_shapes=shapes, options=options)  # type: ignore[arg-type, no-any-return, unused-ignore]
 
     # Padding of unaligned matrix products is decided by size, which would tie a piece for all sizes to some of them.
-    with _quiet_artifacts(), inductor_config.patch(shape_padding=static), V.set_choices_handler(_LongRows()):
+    with _quiet_artifacts(), inductor_config.patch(shape_padding=static), _long_rows():
         try:
             made = compiled()
             _compiled.add(made)
@@ -245,6 +245,14 @@ def compile_inductor_piece(gm: fx.GraphModule, args: Sequence[Any], *, static: b
                 raise
             with inductor_config.patch(force_disable_caches=True):
                 return compiled()
+
+
+def _long_rows() -> AbstractContextManager[Any]:
+    """`_LongRows` for what is compiled inside, unless the user has heuristics of their own."""
+    if inductor_config.inductor_choices_class is not None or type(V.choices) is not InductorChoices:
+        return nullcontext()
+    context: AbstractContextManager[Any] = V.set_choices_handler(_LongRows())
+    return context
 
 
 # `standalone_compile` would tune kernels while it compiles, by running them on made-up numbers: an index that is computed from

@@ -163,6 +163,7 @@ WRITES: dict[str, Callable[[torch.Tensor, nn.Linear], Any]] = {
 }
 
 
+@pytest.mark.default_passes
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("case", WRITES)
 def test_writes_between_layer_and_activation_come_after_the_product(case: str, compiler: str) -> None:
@@ -189,6 +190,7 @@ def test_tensor_subclasses_are_left_alone() -> None:
     assert largest_difference(got, want) <= TOLERANCE
 
 
+@pytest.mark.default_passes
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 def test_it_runs_in_the_backend(compiler: str, tmp_path: Path) -> None:
     """On by default, named in the dump with its sites, padded and replayed like any other operation."""
@@ -207,6 +209,7 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
     assert NAME not in (tmp_path / "index.md").read_text()
 
 
+@pytest.mark.default_passes
 def test_every_layer_of_a_real_tower_is_rewritten() -> None:
     """Qwen3-VL's layers have the tanh form and are all rewritten; its mergers have the exact one and stay."""
     model = towers.tiny_vlm("qwen3_vl")

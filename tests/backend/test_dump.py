@@ -24,6 +24,7 @@ def index(folder: Path) -> str:
     return (folder / "index.md").read_text()
 
 
+@pytest.mark.default_passes
 def test_every_stage_has_a_file(tmp_path: Path) -> None:
     """Traced graph, the graph after each pass, the split, every distinct piece, the bytecode, the page."""
     _, ours = compiled_toy(debug_dir=tmp_path)

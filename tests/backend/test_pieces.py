@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+import sympy
 import torch
 from torch import fx, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.choices import InductorChoices
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.virtualized import V
 
 from tests.backend.common import (
     BOUND,
@@ -22,7 +29,7 @@ from tests.backend.common import (
     wide_rows,
 )
 from tests.towers import COUNTING_NAME, counting_attention, norm_view_tower, toy_tower
-from vit_compile import counters
+from vit_compile import _torch_compat, counters
 from vit_compile.backend.pieces import structure
 
 
@@ -202,3 +209,49 @@ def test_pieces_are_reused_across_budgets() -> None:
     with counters.expect(piece_compiles=0, captures=3):
         for rows in (12, 20, 30):
             call(ours, *packed([rows - 3, 3], make=wide_rows, bound=BOUND))
+
+
+class _Own(InductorChoices):
+    """A user's heuristics."""
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_pieces_are_compiled_with_their_settings(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+    """While a piece is lowered, kernels are not to be tuned on made-up inputs, and rows of up to 2048 values stay in registers
+    unless the user brings heuristics; neither setting is left behind."""
+    found: list[tuple[object, type]] = []
+    run = GraphLowering.run
+
+    def noting(self: GraphLowering, *args: Any) -> Any:
+        found.append((inductor_config.triton.autotune_at_compile_time, type(V.choices)))
+        return run(self, *args)
+
+    monkeypatch.setattr(GraphLowering, "run", noting)
+    before = inductor_config.triton.autotune_at_compile_time, type(V.choices)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).eval()
+    handler = V.set_choices_handler(_Own() if own else InductorChoices())
+    with torch.inference_mode(), handler, inductor_config.patch(force_disable_caches=True):
+        torch.compile(model, backend="vit_cudagraph")(torch.randn(3, 8))
+    assert found == [(False, _Own if own else _torch_compat._LongRows)]
+    assert (inductor_config.triton.autotune_at_compile_time, type(V.choices)) == before
+
+
+@pytest.mark.parametrize(
+    ("size", "hint", "cooperative", "stays"),
+    [
+        (1024, ReductionHint.INNER, False, True),
+        (1152, ReductionHint.INNER, False, True),
+        (2048, ReductionHint.INNER, False, True),
+        (2049, ReductionHint.INNER, False, False),
+        (1152, ReductionHint.OUTER, False, False),
+        (1152, ReductionHint.INNER, True, False),
+    ],
+)
+def test_which_rows_stay_in_registers(
+    monkeypatch: pytest.MonkeyPatch, size: int, hint: ReductionHint, cooperative: bool, stays: bool
+) -> None:
+    """Inner reductions of up to 2048 values in one program."""
+    features = mock.Mock(reduction_numel=sympy.Integer(size), numel=sympy.Integer(64), get_reduction_hint=lambda: hint)
+    sizes = mock.Mock(sizevars=mock.Mock(statically_known_leq=lambda a, b: a <= b, optimization_hint=int))
+    with V.set_graph_handler(sizes):
+        assert _torch_compat._LongRows.should_use_persistent_reduction(features, cooperative) == stays

@@ -225,6 +225,7 @@ def test_the_epilogue(rows: int, activation: str, dtype: torch.dtype) -> None:
     assert linear_activation(x[:0], weight, bias, activation).shape == (0, 96)
 
 
+@pytest.mark.default_passes
 def test_the_epilogue_is_one_kernel_in_a_tower() -> None:
     """The pass fires in every layer, and bf16 features are no further from float32 than eager's, times 1.1."""
     vit_compile.counters.reset()
@@ -239,6 +240,7 @@ def test_the_epilogue_is_one_kernel_in_a_tower() -> None:
     assert ours <= 1.1 * eager
 
 
+@pytest.mark.default_attention
 def test_a_saved_cache_saves_the_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second encoder takes kernels and times from the file, and serves the same."""
     first, _, _ = managed(dtype=torch.bfloat16, mode="compiled", packing="cost")
