@@ -24,7 +24,7 @@ class StandIn:
     """A recorder without a device: it runs what it is asked to record, once."""
 
     device = torch.device("cpu")
-    choose_kernels = Recorder.choose_kernels
+    choose_kernels, observe = Recorder.choose_kernels, Recorder.observe
 
     def __init__(self, kernels: KernelChoices) -> None:
         self.kernels = kernels
@@ -44,7 +44,7 @@ def test_graphs_are_recorded_with_the_chosen_kernel(monkeypatch: pytest.MonkeyPa
     log: list[str | None] = []
     q, cu_seqlens = torch.zeros(8, 2, 8), torch.tensor([0, 4, 8], dtype=torch.int32)
 
-    def timer(call: Callable[[], object], device: torch.device) -> float:
+    def timer(call: Callable[[], object], device: torch.device, give_up_s: float = 0.0) -> float:
         log.append("timed")
         return 1e-6
 

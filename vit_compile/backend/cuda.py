@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -108,9 +108,13 @@ class Recorder:
     def choose_kernels(self, run: Callable[[], object]) -> None:
         """Run what will be recorded once, and choose a kernel for each of its attention calls."""
         if self.kernels.enabled:
-            with self.session(), self.kernels.observing():
-                run()
+            self.observe(run)
             self.kernels.settle()
+
+    def observe(self, run: Callable[[], object]) -> None:
+        """Run what will be recorded once, and note its attention calls for `kernels.settle` if there is something to choose."""
+        with self.session(), self.kernels.observing() if self.kernels.enabled else nullcontext():
+            run()
 
     def record(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph | None, T]:
         """Record `function` inside a `session`; it must have run on this stream before, with the same sizes.

@@ -23,6 +23,7 @@ from vit_compile.backend.recording import record, trial
 from vit_compile.errors import ProtocolError
 from vit_compile.runtime.capture_inputs import EncoderCudaGraphCaptureInputs
 from vit_compile.runtime.graph_config import AxisKeys
+from vit_compile.runtime.phases import FIRST_RUNS, KERNELS, RECORDING, TRIALS, WARM_UP, Phases
 from vit_compile.runtime.protocol import SupportsEncoderCudaGraph, SupportsPaddingTrial
 from vit_compile.stats import Skip, counters
 
@@ -53,10 +54,17 @@ class EncoderGraph:
     """One graph with its buffers. `replay` after the buffers are filled; `output` is valid until another graph replays."""
 
     def __init__(
-        self, key: GraphKey, forward: Forward, inputs: EncoderCudaGraphCaptureInputs, width: int, recorder: Recorder | None
+        self,
+        key: GraphKey,
+        forward: Forward,
+        inputs: EncoderCudaGraphCaptureInputs,
+        width: int,
+        recorder: Recorder | None,
+        phases: Phases | None = None,
     ) -> None:
         self.key, self.inputs, self.recorder = key, inputs, recorder
         self._forward, self._width = forward, width
+        self._phases = Phases(torch.device("cpu")) if phases is None else phases
         self._graph: torch.cuda.CUDAGraph | None = None
         self.output: torch.Tensor = torch.empty(0)
         self.nbytes = inputs.nbytes
@@ -77,15 +85,22 @@ class EncoderGraph:
 
     def record(self, args: Sequence[Any] = ()) -> None:
         """Warm up and record, on what the buffers hold."""
+        phases = self._phases
         if self.recorder is None:
-            self.output = self._checked(self._run()).clone()
+            with phases(FIRST_RUNS):
+                self.output = self._checked(self._run()).clone()
             return
-        self.recorder.choose_kernels(self._run)
+        with phases(FIRST_RUNS):
+            self.recorder.observe(self._run)
+        with phases(KERNELS):
+            self.recorder.kernels.settle()
         with self.recorder.session(), self.recorder.kernels.active():
-            for _ in range(WARMUP_RUNS):
-                self._checked(self._run())
+            with phases(WARM_UP):
+                for _ in range(WARMUP_RUNS if self.recorder.kernels.enabled else WARMUP_RUNS - 1):
+                    self._checked(self._run())
             before = reserved_bytes(self.recorder.device)
-            graph, output = self.recorder.record(self._run)
+            with phases(RECORDING):
+                graph, output = self.recorder.record(self._run)
         self._graph = check_recorded(graph, self.label)
         self.nbytes += max(0, reserved_bytes(self.recorder.device) - before)
         self.output = unowned(output)
@@ -128,6 +143,7 @@ class GraphSet:
         self.recorder = Recorder(device) if device.type == "cuda" else None
         if self.recorder is not None and kernels is not None:
             self.recorder.kernels = kernels
+        self.phases = Phases(device)
         self.graphs: dict[GraphKey, EncoderGraph] = {}
         self.skips: dict[GraphKey, Skip] = {}
 
@@ -193,11 +209,12 @@ class GraphSet:
         self, key: GraphKey, make_inputs: Callable[[GraphKey], EncoderCudaGraphCaptureInputs], *, verify: bool
     ) -> EncoderGraph | Skip:
         def make() -> EncoderGraph:
-            return EncoderGraph(key, self._forward, make_inputs(key), self._width, self.recorder)
+            return EncoderGraph(key, self._forward, make_inputs(key), self._width, self.recorder, self.phases)
 
         made = record(make, (), str(key))
         if isinstance(made, EncoderGraph) and verify:
-            unsafe = trial(partial(self._try_out, made))
+            with self.phases(TRIALS):
+                unsafe = trial(partial(self._try_out, made))
             if self.recorder is not None:
                 self.recorder.after_replay()
             return made if unsafe is None else unsafe

@@ -38,6 +38,7 @@ from vit_compile.runtime.generic_buffers import GenericBuffers
 from vit_compile.runtime.graphs import GraphKey, GraphSet, least_ms
 from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.ladders import resolve
+from vit_compile.runtime.phases import TIMING
 from vit_compile.runtime.planner import EagerCost, PlannedBatch, Planner
 from vit_compile.runtime.protocol import SupportsDirectFill, SupportsEncoderCudaGraph
 from vit_compile.runtime.statistics import EncoderStatistics
@@ -149,7 +150,8 @@ class EncoderCudaGraphManager:
                     verify=self.config.verify,
                 )
                 if self.config.packing == "cost":
-                    eager = self._time(modules)
+                    with self._set.phases(TIMING):
+                        eager = self._time(modules)
         except BaseException:
             self._set.drop()
             self._set.skips.clear()
@@ -493,8 +495,16 @@ class EncoderCudaGraphManager:
         return self._statistics.cumulative(budgets)
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything that is counted, as a plain dict; see `EncoderStatistics.snapshot`."""
-        return {**self._statistics.snapshot(), "attention": self._kernels.rows()}
+        """Everything that is counted, as a plain dict; see `EncoderStatistics.snapshot`.
+
+        Also `attention`: the kernel of each attention call in graphs, with times and refusals (`KernelChoices.rows`), and
+        `phase_seconds`: where the time of all captures went (`phases.PHASES`).
+        """
+        return {
+            **self._statistics.snapshot(),
+            "attention": self._kernels.rows(),
+            "phase_seconds": dict(self._set.phases.seconds),
+        }
 
 
 def _usable(device: torch.device | str, dtype: object) -> torch.device:
