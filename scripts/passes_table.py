@@ -102,6 +102,11 @@ def main() -> None:
     text = table(rows)
     if arguments.write:
         page = PAGE.read_text(encoding="utf-8")
+        if arguments.only:  # the others stay as they are
+            made = {line.split(" | ")[0]: line for line in text.splitlines()[2:]}
+            old = re.search(r"<!-- passes -->\n\n?(.*?)\n\n?<!-- end -->", page, flags=re.DOTALL)
+            assert old is not None, "the page has no table"
+            text = "\n".join(made.get(line.split(" | ")[0], line) for line in old[1].splitlines())
         PAGE.write_text(
             re.sub(
                 r"(<!-- passes -->\n).*?(<!-- end -->)", lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page, flags=re.DOTALL

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ pytest.importorskip("matplotlib", reason="the report is drawn with it")
 
 from vit_compile.planning.traffic import Picture, write_jsonl
 from vit_compile.runtime.table_items import MetadataCache
-from vit_compile.tools.bench import peers
+from vit_compile.tools.bench import peers, peers_graphs
 from vit_compile.tools.bench.checking import difference
 from vit_compile.tools.bench.ladders import Ladder
 from vit_compile.tools.bench.peer import PeerSpec, Setup
@@ -108,6 +109,16 @@ def test_repeated_requests_compute_no_metadata(name: str, monkeypatch: pytest.Mo
         peer.close()
 
 
+def test_the_documented_method_has_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of the peer for it take FlashAttention as it is; those of ours what is fastest."""
+    asked: list[Any] = []
+    monkeypatch.setattr(peers_graphs, "_managed", lambda setup, ladder, capacities, **options: asked.append(options))
+    for make in (peers_graphs.make_capture_of_eager, peers_graphs.make_full):
+        make(mock.Mock())
+    assert asked[0]["attention"] == "default"
+    assert "attention" not in asked[1]
+
+
 def test_peers_that_cannot_run_say_why() -> None:
     """Recordings need a GPU, the backend's peers repeated requests."""
     setup, _ = setup_for("dinov2-s", (MIXED,), is_single=False)
@@ -150,6 +161,10 @@ def test_command_from_end_to_end(tmp_path: Path) -> None:
         assert 0 < row.host_share <= 1
     ours = measured["vit-full"]
     assert (ours.hits, ours.misses, ours.graphs) == (ours.images, {}, 2)
+    assert ours.phase_seconds is not None
+    assert ours.phase_seconds["first runs"] > 0
+    assert ours.kernels == {}, "nothing is chosen on a CPU"
+    assert measured["eager"].phase_seconds is None
     assert result.environment["device_type"] == "cpu"
     assert base.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "measured_at" in result.environment

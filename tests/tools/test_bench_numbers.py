@@ -388,6 +388,8 @@ def with_row(**fields: Any) -> dict[str, Any]:
         (with_row(mean_ms=None), "mean_ms must have milliseconds"),
         (with_row(graph_bytes=10**30), "graph_bytes: expected a whole number"),
         (with_row(budgets=["a"]), "budgets: expected a list of whole numbers"),
+        (with_row(phase_seconds={"trials": "1"}), "phase_seconds: expected an object of numbers"),
+        (with_row(kernels={"64 x 2 x 8, 1 segments": 1}), "kernels: expected an object of texts"),
         (with_row(peer=None), "peer: expected text"),
     ],
 )

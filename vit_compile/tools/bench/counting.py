@@ -33,4 +33,11 @@ def counted_between(before: Mapping[str, Any] | None, after: Mapping[str, Any] |
         "not_captured": {code: skipped.count(code) for code in dict.fromkeys(skipped)},
         "graph_bytes": after["graph_bytes"],
         "largest_graph_bytes": max((graph["nbytes"] for graph in after["graphs"]), default=0),
+        "phase_seconds": {phase: round(seconds, 3) for phase, seconds in after["phase_seconds"].items()},
+        "kernels": {_problem(row): row["kernel"] or "default" for row in after["attention"]},
     }
+
+
+def _problem(row: Mapping[str, Any]) -> str:
+    shape = " x ".join(map(str, row["shape"]))
+    return f"{shape}, {row['segments']} segments" if row["kind"] == "varlen" else f"{shape}, dense"

@@ -143,8 +143,9 @@ def make_full(setup: Setup) -> ManagedPacked | ManagedDense:
 
 
 def make_capture_of_eager(setup: Setup) -> ManagedPacked | ManagedDense:
-    """The documented method: the forward as it is written, greedy packing, powers of two, one number of slots."""
-    return _managed(setup, setup.powers, (), mode="eager", packing="greedy")
+    """The documented method: the forward as it is written, greedy packing, powers of two, one number of slots, and
+    FlashAttention for all of it."""
+    return _managed(setup, setup.powers, (), mode="eager", packing="greedy", attention="default")
 
 
 class BackendPacked(Hoisted):

@@ -78,6 +78,10 @@ class Row:
     setup_s: float | None = None
     startup_s: float | None = None
     warm_setup_s: float | None = None
+    phase_seconds: dict[str, float] | None = None
+    """Where set-up of a manager spent its time; see `runtime.phases`."""
+    kernels: dict[str, str] | None = None
+    """Attention kernel in graphs, by what the call looks like."""
     budgets: tuple[int, ...] | None = None
     graphs: int | None = None
     not_captured: dict[str, int] | None = None
@@ -220,6 +224,11 @@ _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "list": ("a list", lambda value: isinstance(value, list)),
     "Mapping": ("an object", lambda value: isinstance(value, dict)),
     "dict[str, int]": ("an object of whole numbers", lambda value: isinstance(value, dict) and all(map(_is_int, value.values()))),
+    "dict[str, float]": ("an object of numbers", lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))),
+    "dict[str, str]": (
+        "an object of texts",
+        lambda value: isinstance(value, dict) and all(isinstance(text, str) for text in value.values()),
+    ),
     "tuple[int, ...]": ("a list of whole numbers", _is_list(_is_int)),
     "tuple[float, ...]": ("a list of numbers", _is_list(_is_number)),
 }
