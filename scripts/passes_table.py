@@ -71,14 +71,14 @@ def in_process(name: str) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """As Markdown."""
-    from vit_compile.options import PASS_NAMES
+    from vit_compile.options import DEFAULT_PASSES
 
     lines = [
-        "| model | architecture | " + " | ".join(f"`{name}`" for name in PASS_NAMES) + " |",
-        "| --- | --- |" + " ---: |" * len(PASS_NAMES),
+        "| model | architecture | " + " | ".join(f"`{name}`" for name in DEFAULT_PASSES) + " |",
+        "| --- | --- |" + " ---: |" * len(DEFAULT_PASSES),
     ]
     for row in rows:
-        counted = [str(row["sites"].get(name, 0)) if "sites" in row else row["why"] for name in PASS_NAMES]
+        counted = [str(row["sites"].get(name, 0)) if "sites" in row else row["why"] for name in DEFAULT_PASSES]
         lines.append(f"| {row['model']} | {row['architecture']} | " + " | ".join(counted) + " |")
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ from tests.backend.common import call, compiled, dynamic, largest_difference, tr
 from vit_compile import counters
 from vit_compile.backend import passes
 from vit_compile.errors import OptionError
-from vit_compile.options import PASS_NAMES
+from vit_compile.options import DEFAULT_PASSES
 
 TOLERANCE = 1e-5
 NAME = "patch_embedding_gemm"
@@ -281,7 +281,7 @@ def test_passes_can_be_switched_off() -> None:
     """`passes=()` runs none, None runs all, a list runs those; the numbers agree."""
     model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), nn.Flatten(), nn.Linear(128, 4)))
     x = image(4, 3, 16, 16)
-    assert passes.selected(None) == PASS_NAMES
+    assert passes.selected(None) == DEFAULT_PASSES
     assert passes.selected(()) == ()
     for names in (None, (), (NAME,)):
         torch.compiler.reset()

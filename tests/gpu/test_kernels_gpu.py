@@ -18,6 +18,7 @@ from vit_compile.attention import admission, choice, fence, kernels, one_segment
 from vit_compile.attention.problem import DENSE, VARLEN, Problem, varlen_problem
 from vit_compile.backend.cuda import seconds_captured
 from vit_compile.backend.passes.linear_activation import linear_activation
+from vit_compile.options import PASS_NAMES
 from vit_compile.runtime import known_costs
 
 CUDA = torch.device("cuda")
@@ -181,6 +182,22 @@ def test_the_manager_serves_with_every_kernel(mode: str, attention: str) -> None
             assert rows
         if attention == "auto":
             assert all(row["kernel"] in row["microseconds"] for row in rows)
+
+
+@pytest.mark.parametrize("capacities", [(1,), ()])
+def test_the_manager_serves_with_padding_columns(capacities: tuple[int, ...]) -> None:
+    """With the pass: every kernel still gives the tower's features, and the choice is made for the wide form."""
+    dtype = torch.bfloat16
+    sizes = {"capacities": capacities, "passes": PASS_NAMES}
+    for attention in ("auto", "default", "flash", "cudnn-one-segment"):
+        manager, _, twin = managed(dtype=dtype, mode="compiled", attention=attention, **sizes)
+        with manager:
+            for images in ([(1, 8, 8)], [(1, 4, 4), (1, 6, 8), (1, 2, 2)]):
+                made = request(images, dtype=dtype)
+                assert worst(manager.execute(made), reference(twin, made)) <= TOLERANCE[dtype]
+            rows = manager.snapshot()["attention"]
+            assert all(row["variant"] == "wide" for row in rows)
+            assert bool(rows) == (attention != "default")
 
 
 @pytest.mark.parametrize("attention", ["auto", "default"])

@@ -16,7 +16,7 @@ from torch.nn.attention import current_flash_attention_impl
 
 from vit_compile.attention import kernels, one_segment, packages, reference
 from vit_compile.attention.fence import fenced
-from vit_compile.attention.problem import VARLEN, Problem
+from vit_compile.attention.problem import VARLEN, WIDE, Problem
 from vit_compile.attention.tail import zero_tail_
 from vit_compile.errors import first_line
 
@@ -50,15 +50,29 @@ class Kernel:
     one_segment: bool = False
     """varlen: it takes one segment only, and is tried with one."""
 
-    def complete(self) -> Run:
-        """`run`, and nothing of an allocator's leftovers in its tail."""
-        return self.run if self.finite_tail else functools.partial(_with_zero_tail, self.run)
+    wide_run: Run | None = None
+    """varlen: the same on q and k that have the columns of `one_segment`."""
+
+    def complete(self, problem: Problem) -> Run:
+        """What serves a problem. varlen: on q and k as they come, and with nothing of an allocator's leftovers in the tail."""
+        if problem.kind != VARLEN:
+            return self.run
+        run = self.run
+        if problem.variant == WIDE:
+            run = functools.partial(_without_columns, run) if self.wide_run is None else self.wide_run
+        return run if self.finite_tail else functools.partial(_with_zero_tail, run)
 
 
 def _with_zero_tail(
     run: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
 ) -> torch.Tensor:
     return zero_tail_(run(q, k, v, cu_seqlens, max_seqlen, scale), cu_seqlens)
+
+
+def _without_columns(
+    run: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+) -> torch.Tensor:
+    return run(q[..., : v.shape[-1]], k[..., : v.shape[-1]], v, cu_seqlens, max_seqlen, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +166,14 @@ VARLEN_KERNELS: dict[str, Kernel] = {
         Kernel("flash", kernels.flash, _flash_why_not, trusted=True),
         Kernel("efficient", kernels.efficient, _efficient_why_not),
         Kernel("dense", _dense, _dense_why_not, trusted=True, finite_tail=True),
-        Kernel("cudnn-one-segment", one_segment.cudnn, _one_segment_why_not, finite_tail=True, one_segment=True),
+        Kernel(
+            "cudnn-one-segment",
+            one_segment.cudnn,
+            _one_segment_why_not,
+            finite_tail=True,
+            one_segment=True,
+            wide_run=one_segment.cudnn_of_wide,
+        ),
         Kernel("active-flash", kernels.flash, _active_why_not),
         *(Kernel(name, packages.runner(name), _package_why_not(name)) for name in ("fa4", "fa3", "fa2")),
     )
@@ -188,21 +209,20 @@ def candidates(problem: Problem, device: torch.device, *, fence_from: int) -> tu
                 refused[name] = "a NaN of one segment reaches another's rows; behind a fence only"
                 behind = _fenced(kernel)
                 if probe(behind, problem.torch_dtype, problem.head_dim, device).isolates:
-                    found[behind.name] = behind.complete()
+                    found[behind.name] = behind.complete(problem)
                 continue
         if why is None:
-            found[name] = kernel.complete() if problem.kind == VARLEN else kernel.run
+            found[name] = kernel.complete(problem)
         else:
             refused[name] = why
     return found, refused
 
 
-def run_of(name: str) -> Run:
-    """A kernel by name, also one behind the fence; a varlen kernel's tail is finite, or NaN where the fence put it."""
-    if name in DENSE_KERNELS:
-        return DENSE_KERNELS[name].run
-    kernel = VARLEN_KERNELS[name.removesuffix(FENCED)]
-    return (_fenced(kernel) if name.endswith(FENCED) else kernel).complete()
+def run_of(name: str, problem: Problem) -> Run:
+    """What serves a problem, by a kernel's name, also one behind the fence, which may leave NaN in the tail."""
+    table = VARLEN_KERNELS if problem.kind == VARLEN else DENSE_KERNELS
+    kernel = table[name.removesuffix(FENCED)]
+    return (_fenced(kernel) if name.endswith(FENCED) else kernel).complete(problem)
 
 
 def _fenced(kernel: Kernel) -> Kernel:

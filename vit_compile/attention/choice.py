@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from vit_compile.attention import admission
+from vit_compile.attention import admission, one_segment
 from vit_compile.attention.fence import Varlen
-from vit_compile.attention.problem import VARLEN, Problem, dense_problem, layouts, varlen_problem
+from vit_compile.attention.problem import VARLEN, WIDE, Problem, dense_problem, layouts, varlen_problem
 from vit_compile.errors import first_line
 from vit_compile.options import ATTENTION_AUTO, ATTENTION_DEFAULT
 from vit_compile.stats import Skip, report_skip
@@ -214,13 +214,17 @@ def measure(problem: Problem, device: torch.device, timer: Timer, *, fence_from:
     return Choice(fastest, {name: round(time, 2) for name, time in times.items()}, refused)
 
 
-def varlen_kernel(q: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> Varlen | None:
-    """The kernel that was chosen for a varlen call, None for the default."""
+def varlen_kernel(q: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *, wide: bool = False) -> Varlen | None:
+    """The kernel that was chosen for a varlen call, None for the default.
+
+    With `wide` (q is without the further columns all the same) it takes q and k with them.
+    """
     choices = current()
     if choices is None or q.numel() == 0 or max_seqlen <= 0 or cu_seqlens.shape[0] < 2:
         return None
-    name = choices.kernel(varlen_problem(q, cu_seqlens, max_seqlen))
-    return admission.run_of(name) if name else None
+    problem = varlen_problem(q, cu_seqlens, max_seqlen, wide=wide)
+    name = choices.kernel(problem)
+    return admission.run_of(name, problem) if name else None
 
 
 def dense_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -235,7 +239,7 @@ def dense_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = F.scaled_dot_product_attention(*args, **kwargs)
         choices.strides.setdefault(problem, out.stride())
         return out
-    out = admission.run_of(name)(query, key, value, is_causal, scale)
+    out = admission.run_of(name, problem)(query, key, value, is_causal, scale)
     strides = choices.strides.get(problem, out.stride())
     # What comes after was compiled for the strides of the default.
     return out if out.stride() == strides else out.new_empty_strided(out.shape, strides).copy_(out)
@@ -268,7 +272,8 @@ def _varlen_calls(problem: Problem, device: torch.device) -> list[Call]:
     made: list[Call] = []
     for boundaries in layouts(problem):
         cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
-        made.append((q, k, v, cu_seqlens, problem.max_seqlen, scale))
+        of_q, of_k = one_segment.widened(q, k, cu_seqlens) if problem.variant == WIDE else (q, k)
+        made.append((of_q, of_k, v, cu_seqlens, problem.max_seqlen, scale))
     return made
 
 

@@ -33,8 +33,14 @@ def cudnn(
     """Attention within the one segment; contiguous [T,H,D]; rows past its end are finite where v is."""
     if not scale > 0:  # padded keys would get all the weight
         return kernels.dense(q, k, v, cu_seqlens, scale)
-    wide_q, wide_k = widened(q, k, cu_seqlens)
-    operands = [x.transpose(0, 1)[None] for x in (wide_q, wide_k, kernels.ready(v))]
+    return cudnn_of_wide(*widened(q, k, cu_seqlens), v, cu_seqlens, max_seqlen, scale)
+
+
+def cudnn_of_wide(
+    wide_q: torch.Tensor, wide_k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+) -> torch.Tensor:
+    """The same on q and k [T,H,D+8] as `widened` makes them; the scale is positive."""
+    operands = [x.transpose(0, 1)[None] for x in (*map(kernels.ready, (wide_q, wide_k)), kernels.ready(v))]
     out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *operands, None, False, 0.0, False, False, scale=scale
     )[0]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 VARLEN, DENSE = "varlen", "dense"
+WIDE = "wide"
 PARTLY_FULL = 0.85
 
 
@@ -32,7 +33,7 @@ class Problem:
     """varlen: the bound on the longest segment; dense: rows of k and v."""
 
     variant: str = ""
-    """dense: "causal" or nothing."""
+    """dense: "causal" or nothing; varlen: "wide", if q and k come with the columns of `one_segment`, or nothing."""
 
     @property
     def head_dim(self) -> int:
@@ -55,9 +56,9 @@ class Problem:
         return cls(**{**given, "shape": tuple(given["shape"])})
 
 
-def varlen_problem(q: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> Problem:
-    """Of a call of `varlen_attention`."""
-    return Problem(VARLEN, _name(q.dtype), tuple(q.shape), cu_seqlens.shape[0] - 1, max_seqlen)
+def varlen_problem(q: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *, wide: bool = False) -> Problem:
+    """Of a call of `varlen_attention`, or of its wide form, with the shape of q without the further columns."""
+    return Problem(VARLEN, _name(q.dtype), tuple(q.shape), cu_seqlens.shape[0] - 1, max_seqlen, WIDE if wide else "")
 
 
 def dense_problem(q: torch.Tensor, k: torch.Tensor, *, causal: bool) -> Problem:

@@ -50,6 +50,14 @@ _OPS = (
         clears_tail=True,
         isolates_nan=True,
     ),
+    AttentionOp(
+        "vit_compile::varlen_attention_wide",
+        ("cu_seqlens",),
+        ("max_seqlen",),
+        full_capture=True,
+        clears_tail=True,
+        isolates_nan=True,
+    ),
     # Dense attention: the batch dimension is the only boundary.
     AttentionOp("scaled_dot_product_attention", full_capture=True),
     AttentionOp("aten::scaled_dot_product_attention", full_capture=True),

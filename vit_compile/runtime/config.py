@@ -22,6 +22,7 @@ from vit_compile.options import (
     checked_keys,
     listed,
     natural_int,
+    pass_names,
     positive_int,
     positive_ints,
 )
@@ -67,6 +68,9 @@ class EncoderConfig:
 
     compiler: str = DEFAULT_COMPILER
     """What compiles the forward: "inductor", "aot_eager" or "eager". Not with mode="eager"."""
+
+    passes: tuple[str, ...] | None = None
+    """Graph passes of the compiled forward, by name, in this order. None: the default ones; (): none. Not with mode="eager"."""
 
     attention: str = ATTENTION_AUTO
     """Kernel of the attention calls in the graphs. "auto": the fastest, timed at capture for every graph; "default": the one
@@ -121,6 +125,8 @@ class EncoderConfig:
             self._store("token_budgets", budgets)
         if self.path_token_budgets is not None:
             self._store("path_token_budgets", _path_ladders("path_token_budgets", self.path_token_budgets))
+        if self.passes is not None:
+            self._store("passes", pass_names(self.passes))
         self._check_combinations()
 
     def _store(self, name: str, value: object) -> None:
@@ -133,11 +139,12 @@ class EncoderConfig:
                 f'look_ahead=True is for packing="greedy", and packing={self.packing!r} always looks ahead: drop it, or choose '
                 '"greedy".'
             )
-        if self.mode == "eager" and self.compiler != DEFAULT_COMPILER:
-            raise OptionError(
-                f'compiler={self.compiler!r} would do nothing, since mode="eager" captures the forward uncompiled: drop it, or '
-                'choose mode="compiled".'
-            )
+        for name, given in (("compiler", self.compiler != DEFAULT_COMPILER), ("passes", bool(self.passes))):
+            if self.mode == "eager" and given:
+                raise OptionError(
+                    f'{name}={getattr(self, name)!r} would do nothing, since mode="eager" captures the forward uncompiled: drop '
+                    'it, or choose mode="compiled".'
+                )
         in_paths = sum(budget > 0 for ladder in (self.path_token_budgets or {}).values() for budget in ladder)
         for name, count in (("token_budgets", len(self.token_budgets or ())), ("budgets in path_token_budgets", in_paths)):
             if count > self.max_graphs:

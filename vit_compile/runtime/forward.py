@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ def eager_forward(model: SupportsEncoderCudaGraph) -> Forward:
     return model.encoder_cudagraph_forward
 
 
-def compiled_forward(model: SupportsEncoderCudaGraph, buffer_keys: Collection[str], compiler: str) -> Forward:
+def compiled_forward(
+    model: SupportsEncoderCudaGraph, buffer_keys: Collection[str], compiler: str, passes: Sequence[str] | None = None
+) -> Forward:
     """The same through `backend="vit_cudagraph"` without captures of its own: the manager captures the whole.
 
     Rows of buffers and integers among the values are traced as symbols, so that one compilation serves every budget and every
@@ -32,6 +34,7 @@ def compiled_forward(model: SupportsEncoderCudaGraph, buffer_keys: Collection[st
     # Dynamo counts recompilations by code object, and this one would be shared by all managers of a process.
     forward.__code__ = forward.__code__.replace(co_name="encoder_forward")
     options: dict[str, Any] = {"mode": "none", "compiler": compiler, "checks": "padded"}
+    options |= {} if passes is None else {"passes": passes}
     compiled = torch.compile(forward, backend="vit_cudagraph", options=options)
 
     def call(values: Mapping[str, Any], path: str) -> torch.Tensor:

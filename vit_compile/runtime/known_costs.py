@@ -123,6 +123,7 @@ def fingerprint(
         for key, value in vars(part).items()
         if isinstance(value, int | float | str) and key != "training"
     ]
-    made = [config.mode, config.compiler, config.attention, config.isolate, BackendOptions().passes]
+    made = [config.mode, config.compiler, config.attention, config.isolate]
+    made.append(BackendOptions().passes if config.passes is None else config.passes)
     parts = [device_name(device), torch.__version__, str(dtype), room, made, weights]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]

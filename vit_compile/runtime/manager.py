@@ -89,7 +89,9 @@ class EncoderCudaGraphManager:
         self._lock = threading.RLock()
         self._statistics = EncoderStatistics(self.config.log_every)
         if self.config.mode == "compiled":
-            forward = compiled_forward(self.model, frozenset(self.declaration.buffer_keys), self.config.compiler)
+            forward = compiled_forward(
+                self.model, frozenset(self.declaration.buffer_keys), self.config.compiler, self.config.passes
+            )
         else:
             forward = eager_forward(self.model)
         # What the buffers hold behind the items is zero, so that a graph with room for one segment needs no fence.

@@ -14,8 +14,9 @@ from typing import Protocol
 from torch import fx
 
 from vit_compile.backend.passes.activation_epilogue import ActivationEpilogue
+from vit_compile.backend.passes.padding_columns import PaddingColumns
 from vit_compile.backend.passes.patch_embedding import PatchEmbeddingGemm
-from vit_compile.options import PASS_NAMES
+from vit_compile.options import DEFAULT_PASSES, PASS_NAMES
 from vit_compile.stats import counters
 
 
@@ -38,7 +39,7 @@ class PassReport:
     milliseconds: float
 
 
-PASSES: dict[str, GraphPass] = {each.name: each for each in (PatchEmbeddingGemm(), ActivationEpilogue())}
+PASSES: dict[str, GraphPass] = {each.name: each for each in (PatchEmbeddingGemm(), ActivationEpilogue(), PaddingColumns())}
 assert tuple(PASSES) == PASS_NAMES, "options.PASS_NAMES lists the passes"
 
 
@@ -54,5 +55,5 @@ def run_pass(gm: fx.GraphModule, name: str) -> PassReport:
 
 
 def selected(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Names of the passes to run: all of them for None."""
-    return tuple(PASSES) if names is None else tuple(names)
+    """Names of the passes to run: the default ones for None."""
+    return DEFAULT_PASSES if names is None else tuple(names)
