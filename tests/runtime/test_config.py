@@ -36,6 +36,7 @@ def make(**given_options: object) -> EncoderConfig:
     return EncoderConfig(**given_options)  # type: ignore[arg-type]
 
 
+@pytest.mark.default_attention
 def test_the_defaults() -> None:
     """Without options everything is inferred, compiled, copied, verified and counted."""
     assert dataclasses.asdict(EncoderConfig()) == {
@@ -47,6 +48,7 @@ def test_the_defaults() -> None:
         "look_ahead": False,
         "mode": "compiled",
         "compiler": "inductor",
+        "passes": None,
         "attention": "auto",
         "isolate": True,
         "enabled": True,
@@ -71,6 +73,7 @@ def test_every_option_is_taken() -> None:
         "look_ahead": True,
         "mode": "compiled",
         "compiler": "aot_eager",
+        "passes": ["activation_epilogue"],
         "attention": "fa4",
         "isolate": False,
         "enabled": False,
@@ -85,6 +88,7 @@ def test_every_option_is_taken() -> None:
     assert dataclasses.asdict(EncoderConfig.from_dict(given_options)) == given_options | {
         "token_budgets": (64, 256),
         "path_token_budgets": {"global": (272, 544), "local": (0, 100)},
+        "passes": ("activation_epilogue",),
     }
 
 
@@ -269,7 +273,17 @@ def test_every_option_is_documented() -> None:
 def test_words_mean_the_same_as_the_backends() -> None:
     """Options that the backend has too take the same values and have the same defaults, but for the number of graphs."""
     shared = {field.name for field in dataclasses.fields(BackendOptions)} & set(FIELDS)
-    assert shared == {"mode", "token_budgets", "compiler", "max_graphs", "max_graph_bytes", "outputs", "strict", "attention"}
+    assert shared == {
+        "mode",
+        "token_budgets",
+        "compiler",
+        "max_graphs",
+        "max_graph_bytes",
+        "outputs",
+        "strict",
+        "attention",
+        "passes",
+    }
     for name in shared - {"mode", "max_graphs"}:
         assert getattr(EncoderConfig(), name) == getattr(BackendOptions(), name), name
 
