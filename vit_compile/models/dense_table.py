@@ -67,12 +67,14 @@ def pack(
     lengths = [len(batch) * (prefix_tokens + h * w) for batch, (h, w) in zip(batches, grids, strict=True)]
     first = batches[0] if batches else torch.empty(0)
     width = channels * sides[0] * sides[1]
-    rows = torch.zeros(sum(lengths), width, dtype=dtype or first.dtype, device=device if device is not None else first.device)
+    rows = torch.empty(sum(lengths), width, dtype=dtype or first.dtype, device=device if device is not None else first.device)
     for batch, (h, w), target in zip(batches, grids, rows.split(lengths), strict=True):
         whole = batch.to(rows.device)[:, :, : h * sides[0], : w * sides[1]]
         pixels = whole.unflatten(3, (w, sides[1])).unflatten(2, (h, sides[0])).permute(0, 2, 4, 1, 3, 5)
-        patches = target.view(len(batch), prefix_tokens + h * w, width)[:, prefix_tokens:]
-        patches.view(len(batch), h, w, channels, *sides).copy_(pixels)
+        tokens = target.view(len(batch), prefix_tokens + h * w, width)
+        if prefix_tokens:
+            tokens[:, :prefix_tokens] = 0
+        tokens[:, prefix_tokens:].view(len(batch), h, w, channels, *sides).copy_(pixels)
     return {
         "patches": rows,
         "grids": [grid for batch, grid in zip(batches, grids, strict=True) for _ in range(len(batch))],
