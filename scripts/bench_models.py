@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -138,25 +140,37 @@ class Child:
         command += ["--depth", str(arguments.depth)] if arguments.depth else []
         command += ["--as-written"] if arguments.as_written else []
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # compilers that it starts are stopped with it
+        )
         self.late = False
         self.row: dict[str, Any] | None = None
 
     def _stop(self) -> None:
-        self.late = True
-        self.process.kill()
+        self.late = self.process.poll() is None
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def read(self) -> None:
         """Follow its output until it is set up, or has ended; waiting for its turn does not count as time."""
         assert self.process.stdout is not None
         timer = threading.Timer(self.limit, self._stop)
         timer.start()
-        for line in self.process.stdout:
-            if line.startswith('{"model"'):
-                self.row = json.loads(line)
-            if line.startswith(READY):
-                break
-        timer.cancel()
+        try:
+            for line in self.process.stdout:
+                if line.startswith('{"model"'):
+                    with suppress(ValueError):  # cut off
+                        self.row = json.loads(line)
+                if line.startswith(READY):
+                    break
+        finally:
+            timer.cancel()
 
     def finish(self) -> dict[str, Any]:
         """Let it time itself; its row, or why there is none."""
@@ -165,7 +179,11 @@ class Child:
                 self.process.stdin.write("\n")
                 self.process.stdin.flush()
         self.read()
-        code = self.process.wait()
+        try:
+            code = self.process.wait(self.limit)
+        except subprocess.TimeoutExpired:
+            self._stop()
+            code = self.process.wait()
         if self.row is not None:
             return self.row
         if self.late:

@@ -200,6 +200,21 @@ def test_hopeless_ones_are_not_timed_to_the_end(table: dict[str, Kernel]) -> Non
     assert clock.limits == pytest.approx([limit for limit in (math.inf, 8e-6, 8e-6) for _ in layouts(PROBLEM)])
 
 
+def test_nobody_is_tried_twice(table: dict[str, Kernel]) -> None:
+    """Neither a kernel nor the same behind the fence."""
+    runs = 0
+
+    def counting(*call: Any) -> torch.Tensor:
+        nonlocal runs
+        runs += 1
+        return leaky(*call)
+
+    fill(table, leaky=counting)
+    for _ in range(3):
+        assert set(admission.candidates(PROBLEM, CPU, fence_from=1)[0]) == {"leaky" + FENCED}
+    assert runs == 4, "two runs each"
+
+
 def test_one_that_cannot_be_timed_is_refused(table: dict[str, Kernel]) -> None:
     """A kernel that fails in a capture loses with the reason; with none left the default serves."""
     fill(table, good=good)

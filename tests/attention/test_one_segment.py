@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -50,6 +51,51 @@ def test_an_empty_segment_is_finite() -> None:
     assert dense(wide_q, wide_k, v, 1.0).isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0])
+def test_scores_far_below_zero(dtype: torch.dtype, scale: float) -> None:
+    """Real scores that are large and negative still get all the weight, at every scale that is served."""
+    size = 1e4 if dtype == torch.float16 else 1e17
+    q, k, v = (
+        torch.full((20, 1, 8), size, dtype=dtype),
+        torch.full((20, 1, 8), -size, dtype=dtype),
+        torch.randn(20, 1, 8).to(dtype),
+    )
+    v[13:] = 1e4
+    wide_q, wide_k = one_segment.widened(q, k, torch.tensor([0, 13], dtype=torch.int32))
+    out = dense(wide_q.float(), wide_k.float(), v.float(), scale)
+    torch.testing.assert_close(out[:13], v[:13].float().mean(0).expand(13, 1, 8), atol=1e-2, rtol=0)
+
+
+def test_a_scale_that_is_too_small_takes_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero, negative and tiny scales would leave padding its weight: the default kernel serves them."""
+    asked: list[float] = []
+    monkeypatch.setattr(one_segment.kernels, "forward", lambda *args: asked.append(args[-1]))
+    q, cu_seqlens = torch.randn(4, 1, 8), torch.tensor([0, 3], dtype=torch.int32)
+    for scale in (0.0, -1.0, 1e-9, float("nan")):
+        one_segment.cudnn(q, q, q, cu_seqlens, 4, scale)
+    assert len(asked) == 4
+
+
+@pytest.mark.parametrize(("dtype", "copied"), [(torch.float16, True), (torch.bfloat16, False)])
+def test_v_is_cleaned_in_float16(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, copied: bool) -> None:
+    """Padding that overflows in float16 does not reach real rows: cuDNN gets zeros there, and real rows as they are."""
+    got: list[torch.Tensor] = []
+
+    def stand_in(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object, scale: float) -> tuple[torch.Tensor]:
+        got.append(v[0].transpose(0, 1))
+        return (v,)
+
+    aten = mock.Mock(_scaled_dot_product_cudnn_attention=stand_in)
+    monkeypatch.setattr(one_segment.torch, "ops", mock.Mock(aten=aten))
+    q, v = torch.randn(6, 2, 8).to(dtype), torch.randn(6, 2, 8).to(dtype)
+    v[4:] = float("inf")
+    out = one_segment.cudnn(q, q, v, torch.tensor([0, 4], dtype=torch.int32), 6, 0.5)
+    assert torch.equal(got[0][:4], v[:4])
+    assert bool(got[0].isfinite().all()) == copied
+    assert out.shape == v.shape
+
+
 @pytest.mark.parametrize(
     ("segments", "dim", "dtype", "capability", "serves"),
     [
@@ -82,6 +128,8 @@ for rows, heads, dim, end in ((14, 2, 8, 14), (64, 16, 72, 40), (33, 3, 64, 1), 
         want = one_segment.widened_in_torch(q, k, cu_seqlens)
         got = one_segment_triton.widen(q, k, cu_seqlens)
         assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(got, want, strict=True)), (rows, heads, dim, end)
+        v = one_segment_triton.without_tail(k, cu_seqlens)
+        assert torch.equal(v, one_segment.without_tail_in_torch(k, cu_seqlens)) and v.is_contiguous()
 print("the same")
 """
 

@@ -130,11 +130,11 @@ def test_memory_is_looked_at_before(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(watch, name, noting(name, getattr(watch, name)))
     monkeypatch.setattr(runner, "run", noting("run", runner.run))
     made.execute(REQUEST)
-    assert order == ["moved", "run", "replaced", "training"]
+    assert order == ["training", "moved", "run", "replaced", "training"]
     order.clear()
     new_memory(tower_of(made))
     made.execute(REQUEST)
-    assert order[:2] == ["moved", "training"], "nothing ran on what was there"
+    assert order[:3] == ["training", "moved", "training"], "nothing ran on what was there"
 
 
 @torch.no_grad()
@@ -158,22 +158,116 @@ def test_an_error_of_what_is_gone_does_not_come_out(monkeypatch: pytest.MonkeyPa
         made.execute(REQUEST)
 
 
+class Scaled(nn.Linear):
+    """A user's layer: an adapter with a plain attribute, that also counts its calls."""
+
+    scale, seen = 1.0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return super().forward(x) * self.scale
+
+
+def with_layer() -> tuple[EncoderCudaGraphManager, Scaled]:
+    """A manager whose tower has one, captured and used."""
+    table = table_of(BUILD)
+    old = table.tower.blocks[0].mlp.linear_fc1
+    layer = Scaled(old.in_features, old.out_features).requires_grad_(False).eval()
+    layer.scale, layer.seen = 1.0, 0
+    table.tower.blocks[0].mlp.linear_fc1 = layer
+    made = captured(table, token_budgets=(48,), packing="greedy", mode="eager")
+    for _ in range(3):
+        made.execute(REQUEST)
+    return made, layer
+
+
 @torch.no_grad()
 def test_own_changes_of_a_run_are_not_replacements() -> None:
     """A layer that counts its calls on itself is not captured anew at every call."""
-
-    class Counting(nn.Linear):
-        seen = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.seen += 1
-            return super().forward(x)
-
-    table = table_of(BUILD)
-    old = table.tower.blocks[0].mlp.linear_fc1
-    counting = Counting(old.in_features, old.out_features).requires_grad_(False)
-    table.tower.blocks[0].mlp.linear_fc1 = counting.eval()
-    made = captured(table, token_budgets=(48,), packing="greedy", mode="eager")
+    made, layer = with_layer()
+    seen = layer.seen
     with counters.expect(recaptures=0):
         for _ in range(4):
             made.execute(REQUEST)
+    assert layer.seen > seen, "on a CPU a replay is a run"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@torch.no_grad()
+def test_a_setting_that_changes_in_train_mode_is_not_forgotten(whole: bool) -> None:
+    """Switched while the tower, or the layer alone, is in train mode and runs its own code: graphs are made anew afterwards."""
+    made, layer = with_layer()
+    module = tower_of(made) if whole else layer
+    module.train()
+    layer.scale = 3.0
+    for _ in range(2):
+        assert largest_difference(made.execute(REQUEST), expected(made)) <= TOLERANCE
+    module.eval()
+    with counters.expect(recaptures=1):
+        assert largest_difference(made.execute(REQUEST), expected(made)) <= TOLERANCE
+    assert made.snapshot()["miss_reasons"] == {"train-mode": 4}
+
+
+@torch.no_grad()
+def test_a_setting_that_somebody_else_changes_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the launch and the end of a call: that call may have either value, the next one has the new."""
+    made, layer = with_layer()
+    together = made._runner._together
+
+    def meanwhile(*args: Any, **kwargs: Any) -> Any:
+        layer.scale = 3.0
+        monkeypatch.undo()
+        return together(*args, **kwargs)
+
+    monkeypatch.setattr(made._runner, "_together", meanwhile)
+    made.execute(REQUEST)
+    with counters.expect(recaptures=1):
+        assert largest_difference(made.execute(REQUEST), expected(made)) <= TOLERANCE
+
+
+@torch.no_grad()
+def test_nothing_runs_ahead_in_train_mode() -> None:
+    """A batch norm's counter moves once for each call: no run is thrown away."""
+    made, layer = with_layer()
+    layer.add_module("norm", nn.BatchNorm1d(layer.in_features).eval())
+    forward = layer.forward
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        norm: Any = layer.norm
+        return forward(norm(x))
+
+    layer.forward = normed  # type: ignore[method-assign]
+    for _ in range(3):
+        made.execute(REQUEST)
+    layer.train()
+    norm: Any = layer.norm
+    before = int(norm.num_batches_tracked)
+    for _ in range(2):
+        made.execute(REQUEST)
+    assert int(norm.num_batches_tracked) == before + 2
+
+
+@torch.no_grad()
+def test_what_ran_before_an_error_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same counts whether or not the replays were launched ahead: those that ran."""
+    hits = []
+    for ahead in (True, False):
+        made = captured(table_of(BUILD), token_budgets=(16,), packing="greedy", mode="eager")
+        request = request_of([(1, 4, 8), (1, 8, 8)])
+        for _ in range(3):
+            made.execute(request)
+        made._was_changed = not ahead
+        replay, left = made._runner._replay, [RuntimeError("odd"), None]
+
+        def fails_second(graph: Any, replay: Any = replay, left: Any = left) -> torch.Tensor:
+            error = left.pop()
+            if error is not None:
+                raise error
+            return replay(graph)
+
+        monkeypatch.setattr(made._runner, "_replay", fails_second)
+        before = made.snapshot()["graph_hits"]
+        with pytest.raises(RuntimeError, match="odd"):
+            made.execute(request)
+        hits.append(made.snapshot()["graph_hits"] - before)
+    assert hits == [1, 1]

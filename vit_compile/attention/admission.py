@@ -225,6 +225,7 @@ def run_of(name: str, problem: Problem) -> Run:
     return (_fenced(kernel) if name.endswith(FENCED) else kernel).complete(problem)
 
 
+@functools.cache  # so that a trial is not repeated
 def _fenced(kernel: Kernel) -> Kernel:
     return Kernel(kernel.name + FENCED, fenced(kernel.run), kernel.why_not, one_segment=kernel.one_segment)
 

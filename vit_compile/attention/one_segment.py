@@ -2,9 +2,12 @@
 
 Rows behind the end must get no weight. Instead of a mask, q and k get eight more columns: a constant in q; in k zero for real
 rows, and a large negative number behind the end. The score of a padded key is then so far below any other that its weight is
-exactly 0, and a real key's score is changed by exactly 0. What is behind the end in v must be finite, since 0 x NaN is NaN; in q
-and k it is replaced. Measured on an H200 (bfloat16, 16 heads of 72, 4096 rows): 199 us, FlashAttention-2 350 us, cuDNN with the
-mask as a bias 328 us; without any padding cuDNN needs 204 us.
+exactly 0, and a real key's score is changed by exactly 0. (Products of real q and k would have to be below -8e36, in float16
+below -2.9e10, for all keys of a row.) What is behind the end in q and k is replaced. In v it must be finite, since 0 x NaN is
+NaN; in float16, where padding overflows easily, v is copied with zeros there.
+
+Measured on an H200 (bfloat16, 16 heads of 72, 4096 rows): 199 us, FlashAttention-2 350 us, cuDNN with the mask as a bias 328 us;
+without any padding cuDNN needs 204 us.
 
 Shapes: T rows, H heads, D head dim.
 """
@@ -23,23 +26,30 @@ log = logging.getLogger(__name__)
 
 EXTRA_COLUMNS = 8
 """cuDNN takes head dims that are multiples of 8."""
-IN_Q, IN_K = 1.0e4, -3.0e4
-"""Both within float16; eight products of them are -2.4e9, times the scale."""
+LEAST_SCALE = 1e-6
+"""Below, scores of padding would not be far enough from others."""
+
+
+def in_columns(dtype: torch.dtype) -> tuple[float, float]:
+    """What stands in the further columns of q, and in those of padded rows of k. Eight products: -8e36, or what float16 has."""
+    return (6.0e4, -6.0e4) if dtype == torch.float16 else (1.0e18, -1.0e18)
 
 
 def cudnn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
 ) -> torch.Tensor:
     """Attention within the one segment; contiguous [T,H,D]; rows past its end are finite where v is."""
-    if not scale > 0:  # padded keys would get all the weight
-        return kernels.dense(q, k, v, cu_seqlens, scale)
+    if not scale > LEAST_SCALE:
+        return kernels.forward(q, k, v, cu_seqlens, max_seqlen, scale)
     return cudnn_of_wide(*widened(q, k, cu_seqlens), v, cu_seqlens, max_seqlen, scale)
 
 
 def cudnn_of_wide(
     wide_q: torch.Tensor, wide_k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
 ) -> torch.Tensor:
-    """The same on q and k [T,H,D+8] as `widened` makes them; the scale is positive."""
+    """The same on q and k [T,H,D+8] as `widened` makes them; the scale is above `LEAST_SCALE`."""
+    if v.dtype == torch.float16:
+        v = without_tail(v, cu_seqlens)
     operands = [x.transpose(0, 1)[None] for x in (*map(kernels.ready, (wide_q, wide_k)), kernels.ready(v))]
     out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *operands, None, False, 0.0, False, False, scale=scale
@@ -57,8 +67,24 @@ def widened_in_torch(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor)
     """`widened` in plain torch, on any device."""
     real = (torch.arange(q.shape[0], device=q.device) < cu_seqlens[1])[:, None, None]
     extra = (*q.shape[:2], EXTRA_COLUMNS)
-    wide_q = torch.cat([q.where(real, 0), q.new_full(extra, IN_Q)], dim=2)
-    return wide_q, torch.cat([k.where(real, 0), k.new_full(extra, IN_K).masked_fill(real, 0)], dim=2)
+    in_q, in_k = in_columns(q.dtype)
+    wide_q = torch.cat([q.where(real, 0), q.new_full(extra, in_q)], dim=2)
+    return wide_q, torch.cat([k.where(real, 0), k.new_full(extra, in_k).masked_fill(real, 0)], dim=2)
+
+
+def without_tail(v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """v [T,H,D], contiguous, with zeros past `cu_seqlens[1]`."""
+    made = _triton() if v.is_cuda and v.shape[0] > 0 else None
+    if made is not None:
+        found: torch.Tensor = made.without_tail(v, cu_seqlens)
+        return found
+    return without_tail_in_torch(v, cu_seqlens)
+
+
+def without_tail_in_torch(v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """`without_tail` in plain torch, on any device."""
+    real = (torch.arange(v.shape[0], device=v.device) < cu_seqlens[1])[:, None, None]
+    return v.where(real, 0).contiguous()
 
 
 @functools.cache
@@ -68,7 +94,9 @@ def _triton() -> Any:
         from vit_compile.attention import one_segment_triton
 
         x = torch.ones(1, 1, 8, device="cuda")
-        one_segment_triton.widen(x, x, torch.tensor([0, 1], dtype=torch.int32, device="cuda"))
+        cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
+        one_segment_triton.widen(x, x, cu_seqlens)
+        one_segment_triton.without_tail(x, cu_seqlens)
         torch.cuda.synchronize()
     except Exception as error:  # no Triton, no C compiler, or a driver that Triton does not know: slower, but the same result
         log.warning("Triton cannot run here (%s): single segments are prepared by plain torch, which is slower.", error)

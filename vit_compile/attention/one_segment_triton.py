@@ -9,7 +9,7 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from vit_compile.attention.one_segment import EXTRA_COLUMNS, IN_K, IN_Q
+from vit_compile.attention.one_segment import EXTRA_COLUMNS, in_columns
 
 ROWS_PER_PROGRAM = 8
 COLUMNS_PER_PROGRAM = 256
@@ -54,12 +54,48 @@ def _widen_kernel(  # type: ignore[no-untyped-def]
     tl.store(wide_k + here, wanted_k.to(wide_k.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _copy_real_kernel(  # type: ignore[no-untyped-def]
+    v, out, cu_seqlens, rows, v_row, v_head, HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    flat = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real = (row < tl.load(cu_seqlens + 1))[:, None]
+    far = row.to(tl.int64)[:, None]
+    inside = (flat < HEADS * DIM)[None, :]
+    value = tl.load(v + far * v_row + (flat // DIM * v_head + flat % DIM)[None, :], mask=real & inside, other=0.0)
+    tl.store(out + far * (HEADS * DIM) + flat[None, :], value, mask=(row < rows)[:, None] & inside)
+
+
+def without_tail(v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """See `one_segment.without_tail`; on the current stream."""
+    if v.stride(2) != 1:
+        v = v.contiguous()
+    rows, heads, dim = v.shape
+    out = torch.empty(rows, heads, dim, dtype=v.dtype, device=v.device)
+    grid = (triton.cdiv(rows, ROWS_PER_PROGRAM), triton.cdiv(heads * dim, COLUMNS_PER_PROGRAM))
+    _copy_real_kernel[grid](
+        v,
+        out,
+        cu_seqlens,
+        rows,
+        v.stride(0),
+        v.stride(1),
+        HEADS=heads,
+        DIM=dim,
+        ROWS=ROWS_PER_PROGRAM,
+        COLUMNS=COLUMNS_PER_PROGRAM,
+    )
+    return out
+
+
 def widen(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `one_segment.widened`; on the current stream."""
     if q.stride(2) != 1 or k.stride(2) != 1:
         q, k = q.contiguous(), k.contiguous()
     rows, heads, dim = q.shape
     wide = dim + EXTRA_COLUMNS
+    in_q, in_k = in_columns(q.dtype)
     wide_q, wide_k = (torch.empty(rows, heads, wide, dtype=x.dtype, device=x.device) for x in (q, k))
     grid = (triton.cdiv(rows, ROWS_PER_PROGRAM), triton.cdiv(heads * wide, COLUMNS_PER_PROGRAM))
     _widen_kernel[grid](
@@ -76,8 +112,8 @@ def widen(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[t
         HEADS=heads,
         DIM=dim,
         WIDE=wide,
-        IN_Q=IN_Q,
-        IN_K=IN_K,
+        IN_Q=in_q,
+        IN_K=in_k,
         ROWS=ROWS_PER_PROGRAM,
         COLUMNS=COLUMNS_PER_PROGRAM,
     )

@@ -33,7 +33,7 @@ def varlen_attention_wide(
     Args:
         q, k: [T,H,D+E]; the last E columns as `one_segment.widened` makes them for boundaries of one segment.
         v: [T,H,D].
-        cu_seqlens, max_seqlen, scale: see `varlen_attention`; the scale is positive.
+        cu_seqlens, max_seqlen, scale: see `varlen_attention`; the scale is above `one_segment.LEAST_SCALE`.
 
     Returns:
         [T,H,D], as `varlen_attention` gives it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.planner import PlannedBatch
 from vit_compile.runtime.protocol import SupportsDirectFill, SupportsEncoderCudaGraph
 from vit_compile.runtime.statistics import EncoderStatistics
+from vit_compile.runtime.weights import WeightWatch
 from vit_compile.stats import Skip, counters, logger, report_skip, skip_error
 
 _FIRST_USE = {torch.float32: 10.0}
@@ -44,6 +46,8 @@ class BatchRunner:
         self._paths = tuple(declaration.paths)
         self.refused = False
         """A graph was taken out of the set: plans have to be made anew."""
+        self.watch: WeightWatch | None = None
+        """Of the graphs' weights: it has to know when the model's own code runs."""
         self._uncounted: list[Callable[[], None]] = []
 
     def run(
@@ -83,7 +87,7 @@ class BatchRunner:
                 if graph is None:  # refused by an earlier batch, or dropped by an adapter's method, in the middle of the call
                     skip = self._graphs.skips.get(skip, NOT_CAPTURED)
                 elif self._fill(graph, request, selected, indices):
-                    output = graph.replay()
+                    output = self._replay(graph)
                     if output.shape[0] < tokens:
                         raise ProtocolError(f"the graph {graph.label} gave {output.shape[0]} tokens for {tokens}.")
                     # The next replay, of whichever graph, may overwrite it.
@@ -110,6 +114,10 @@ class BatchRunner:
             self._count(counters.add_skip, skip.code)
         return self._together(outputs, members, request, selected, indices)
 
+    def _model_code(self) -> AbstractContextManager[Any]:
+        """Around what runs the model's own code."""
+        return nullcontext() if self.watch is None else self.watch.running()
+
     def only_replays(self, plan: Sequence[PlannedBatch]) -> bool:
         """Is every batch of a plan a replay of graphs that have nothing to show any more?"""
         keys = [choice for batch in plan for choice in batch.choices if choice is not None]
@@ -134,11 +142,12 @@ class BatchRunner:
         indices: Sequence[int],
     ) -> Sequence[torch.Tensor]:
         """Features of the items from the outputs of the paths."""
-        if self._direct is not None:
-            features = self._direct.postprocess_encoder_items(outputs, members, request, indices)
-        else:
-            assert selected is not None, "selected above for models that do not fill directly"
-            features = self._model.postprocess_encoder_output(outputs, members, selected)
+        with self._model_code():
+            if self._direct is not None:
+                features = self._direct.postprocess_encoder_items(outputs, members, request, indices)
+            else:
+                assert selected is not None, "selected above for models that do not fill directly"
+                features = self._model.postprocess_encoder_output(outputs, members, selected)
         if not isinstance(features, Sequence) or not all(isinstance(feature, torch.Tensor) for feature in features):
             raise ProtocolError(f"post-processing gave {type(features).__name__}: expected a list with a tensor for each item.")
         if len(features) != len(members):
@@ -215,8 +224,15 @@ class BatchRunner:
         buffers: GenericBuffers = graph.inputs.state
         return buffers.fill(values)
 
+    def _replay(self, graph: EncoderGraph) -> torch.Tensor:
+        if graph.recorder is not None:
+            return graph.replay()
+        with self._model_code():  # without a device to record on, a replay is a run
+            return graph.replay()
+
     def _eager(self, selected: Mapping[str, Any], path: str, tokens: int) -> torch.Tensor:
-        output = self._model.encoder_eager_forward(selected, path)
+        with self._model_code():
+            output = self._model.encoder_eager_forward(selected, path)
         width = self._declaration.out_hidden_size
         if not isinstance(output, torch.Tensor) or tuple(output.shape) != (tokens, width):
             found = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__

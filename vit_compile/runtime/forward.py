@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vit_compile import _torch_compat as compat
+from vit_compile.backend.entry import vit_cudagraph
 from vit_compile.runtime.protocol import SupportsEncoderCudaGraph
 
 Forward = Callable[[Mapping[str, Any], str], torch.Tensor]
@@ -22,7 +23,7 @@ def eager_forward(model: SupportsEncoderCudaGraph) -> Forward:
 def compiled_forward(
     model: SupportsEncoderCudaGraph, buffer_keys: Collection[str], compiler: str, passes: Sequence[str] | None = None
 ) -> Forward:
-    """The same through `backend="vit_cudagraph"` without captures of its own: the manager captures the whole.
+    """The same through the backend `vit_cudagraph`, without captures of its own: the manager captures the whole.
 
     Rows of buffers and integers among the values are traced as symbols, so that one compilation serves every budget and every
     capacity. (A dimension of size 1 is a constant to torch.compile, and gets a trace of its own.)
@@ -35,7 +36,8 @@ def compiled_forward(
     forward.__code__ = forward.__code__.replace(co_name="encoder_forward")
     options: dict[str, Any] = {"mode": "none", "compiler": compiler, "checks": "padded"}
     options |= {} if passes is None else {"passes": passes}
-    compiled = torch.compile(forward, backend="vit_cudagraph", options=options)
+    # The function and not its name: two threads that look a name up for the first time break each other in torch.
+    compiled = torch.compile(forward, backend=vit_cudagraph, options=options)
 
     def call(values: Mapping[str, Any], path: str) -> torch.Tensor:
         marked = {name: _marked(value) if name in buffer_keys else value for name, value in values.items()}

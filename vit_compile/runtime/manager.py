@@ -107,6 +107,8 @@ class EncoderCudaGraphManager:
         self._eager_costs: dict[str, EagerCost] = {}
         self._uncaptured = NOT_CAPTURED
         self._recapture_due = False
+        self._was_changed = False
+        """The call before found something that spoke against the graphs."""
         self._idle_planner = self._new_planner()
         self._parallel: DataParallel | None = None
         if group is not None:
@@ -158,7 +160,7 @@ class EncoderCudaGraphManager:
             self._set.drop()
             self._set.skips.clear()
             raise
-        self._watch = WeightWatch(modules, tensors_of(self.model), settings)
+        self._watch = self._runner.watch = WeightWatch(modules, tensors_of(self.model), settings)
         self._eager_costs = eager
         self._planner = self._new_planner(eager)
         for key, graph in self._set.graphs.items():
@@ -255,7 +257,8 @@ class EncoderCudaGraphManager:
                     torch.cuda.empty_cache()
             if self._direct is not None:
                 self._direct.forget_encoder_metadata()  # it may depend on weights that are replaced
-            self._planner, self._watch, self._uncaptured = None, None, NOT_CAPTURED
+            self._planner, self._uncaptured = None, NOT_CAPTURED
+            self._watch = self._runner.watch = None
             self._recapture_due = False
             self._idle_planner = self._new_planner()
             self._statistics.cleared()
@@ -338,12 +341,13 @@ class EncoderCudaGraphManager:
         with self._lock, self._on_device():
             planner, watch, wanted = self._planner, self._watch, [specs[index] for index in indices]
             plan = None
-            if planner is not None and watch is not None and self.config.enabled and not watch.moved():
+            if planner is not None and watch is not None and self._may_run_ahead(watch):
                 plan = planner.plan(wanted)
                 features = self._ahead(request, specs, indices, plan, watch) if self._runner.only_replays(plan) else None
                 if features is not None:
                     return features
             reason = self._ready()
+            self._was_changed = reason is not None
             current = self._idle_planner if self._planner is None or reason is not None else self._planner
             if plan is None or current is not planner:
                 plan = current.plan(wanted)
@@ -352,6 +356,10 @@ class EncoderCudaGraphManager:
                 return self._run(request, specs, indices, plan, reason)
             finally:
                 self._runner.counted()
+
+    def _may_run_ahead(self, watch: WeightWatch) -> bool:
+        """What a replay reads is where it was, and nothing speaks against the graphs so far."""
+        return self.config.enabled and not self._was_changed and not watch.training() and not watch.moved()
 
     def _ahead(
         self,
@@ -364,24 +372,24 @@ class EncoderCudaGraphManager:
         """Features by replays, launched before the weights are looked at, so that the device computes meanwhile.
 
         What the graphs read is where it was, as old memory may have been given back. Whether the modules still hold it is seen
-        afterwards: if not, None, and nothing has happened.
+        afterwards: if not, None, and nothing counts.
         """
 
         def valid() -> bool:
             modules = modules_of(self.model)
             return watch.is_for(modules, tensors_of(self.model)) and not watch.replaced() and not watch.training()
 
-        features = None
+        features, right = None, False
         try:
             features = self._run(request, specs, indices, plan, None)
+            right = valid()
         except Exception:
-            if valid():  # else it may come from what the model is not any more
+            right = valid()
+            if right:  # else it may come from what the model is not any more
                 raise
-        else:
-            features = features if valid() else None
         finally:
-            self._runner.counted(happened=features is not None)
-        return features
+            self._runner.counted(happened=right)
+        return features if right else None
 
     def _run(
         self,
@@ -405,8 +413,6 @@ class EncoderCudaGraphManager:
         finally:
             if recorder is not None:
                 recorder.after_replay()
-            if self._watch is not None:
-                self._watch.forget_own_changes()
             if self._runner.refused and self._planner is not None:
                 self._planner = self._new_planner(self._eager_costs)
             self._runner.refused = False

@@ -33,7 +33,7 @@ class Phases:
         started = time.perf_counter()
         try:
             yield
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            if self._device.type == "cuda":  # not the whole device: another thread may be recording
+                torch.cuda.current_stream(self._device).synchronize()
         finally:
             self.seconds[name] += time.perf_counter() - started

@@ -28,7 +28,7 @@ from vit_compile.runtime import known_costs
 from vit_compile.runtime.known_costs import Costs
 from vit_compile.stats import logger
 
-FORMAT = 1
+FORMAT = 2
 _MANIFEST, _KERNELS, _COSTS, _PIECES = "manifest.json", "attention.json", "costs.json", "pieces/"
 
 

@@ -6,6 +6,7 @@ import copy
 import operator
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,12 +82,13 @@ def _is_plain(value: Any, depth: int = 3) -> bool:
 
 
 def unchanged(settings: Settings) -> Settings:
-    """Those that still have their values."""
-    return [
-        (home, name, value)
-        for home, name, value in settings
-        if (len(home) if name is _COUNT else home.get(name, _MISSING)) == value
-    ]
+    """Those that still have their values: the same tuples."""
+    return [setting for setting in settings if _value(setting) == setting[2]]
+
+
+def _value(setting: tuple[dict[str, Any], str, Any]) -> Any:
+    home, name, _ = setting
+    return len(home) if name is _COUNT else home.get(name, _MISSING)
 
 
 class Entries:
@@ -173,10 +175,23 @@ class WeightWatch:
             return True
         return list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers
 
-    def forget_own_changes(self) -> None:
-        """After a call: a setting that the model itself changes when it runs, such as a log of its calls, is not the user's."""
-        if self._settings:
-            self._settings = unchanged(self._settings)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The model's own code runs inside: a setting that it changes itself, such as a log of its calls, is not the user's.
+
+        One that was changed before stays a change.
+        """
+        if not self._settings:
+            yield
+            return
+        before = unchanged(self._settings)
+        try:
+            yield
+        finally:
+            after = unchanged(before)
+            if len(after) < len(before):
+                own = {id(setting) for setting in before} - {id(setting) for setting in after}
+                self._settings = [setting for setting in self._settings if id(setting) not in own]
 
     def is_for(self, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor] | None = None) -> bool:
         """Was it made for these very modules and tensors?"""

@@ -45,7 +45,11 @@ def _applies(node: fx.Node) -> bool:
         return False
     given: tuple[Any, ...] = node.args
     q, k, v, cu_seqlens, _, scale = given
-    if not all(isinstance(x, fx.Node) for x in (q, k, v, cu_seqlens)) or not isinstance(scale, float) or scale <= 0:
+    if (
+        not all(isinstance(x, fx.Node) for x in (q, k, v, cu_seqlens))
+        or not isinstance(scale, float)
+        or scale <= one_segment.LEAST_SCALE
+    ):
         return False
     values = [x.meta.get("example_value") for x in (q, k, v)]
     alike = all(isinstance(value, compat.FakeTensor) for value in values)
@@ -92,10 +96,11 @@ def _rewrite(graph: fx.Graph, node: fx.Node, rows: dict[fx.Node, fx.Node]) -> in
             rows[cu_seqlens] = _call(graph, mode, torch.ops.vit_compile.real_rows.default, q, cu_seqlens)
         real = rows[cu_seqlens]
         extra = (0, one_segment.EXTRA_COLUMNS)
+        in_q, in_k = one_segment.in_columns(q.meta["example_value"].dtype)
         real_q = _call(graph, mode, torch.where, real, q, 0.0)
-        wide_q = _call(graph, mode, F.pad, real_q, extra, "constant", one_segment.IN_Q)
+        wide_q = _call(graph, mode, F.pad, real_q, extra, "constant", in_q)
         real_k = _call(graph, mode, torch.where, real, k, 0.0)
-        wide_k = _call(graph, mode, F.pad, real_k, extra, "constant", one_segment.IN_K)
+        wide_k = _call(graph, mode, F.pad, real_k, extra, "constant", in_k)
         # Zero in the further columns of real rows: there the padding of k with zeros is taken.
         zero_k = _call(graph, mode, F.pad, real_k, extra, "constant", 0.0)
         wide_k = _call(graph, mode, torch.where, real, zero_k, wide_k)
