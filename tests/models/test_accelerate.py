@@ -19,7 +19,8 @@ from torch import nn
 from tests import towers
 from tests.models.parity import CLEARLY_WRONG, TOLERANCE, accelerated, difference, eager_copy, served
 from vit_compile.errors import BudgetError, ModelError, OptionError, SkipError
-from vit_compile.models.accelerate import AcceleratedModel, InstalledCall, accelerate, encoder_for
+from vit_compile.models.accelerate import AcceleratedModel, accelerate, encoder_for
+from vit_compile.models.installed_call import InstalledCall
 from vit_compile.models.registry import architectures
 from vit_compile.runtime.config import EncoderConfig
 from vit_compile.stats import counters

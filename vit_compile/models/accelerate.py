@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import inspect
 import threading
 import types
 import weakref
@@ -16,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 
-from vit_compile.errors import BudgetError, GridError, InputError, ModelError, OptionError
+from vit_compile.errors import BudgetError, ModelError, OptionError
 from vit_compile.models.architecture import Architecture
 from vit_compile.models.binding import Binding, Call, Unserved, floating_dtype
 from vit_compile.models.hf_attention import AttentionSwitch, encoding
+from vit_compile.models.installed_call import InstalledCall
 from vit_compile.models.registry import architecture_of
 from vit_compile.models.structure import Listeners, Structure
 from vit_compile.runtime.config import EncoderConfig
@@ -31,10 +30,6 @@ from vit_compile.stats import SKIP_CODES, Skip, report_skip
 TABLE_OPTIONS = ("token_range", "max_frames_per_video", "segment_capacities")
 """Options of an architecture's table that `accelerate` and `encoder_for` pass on."""
 CAPTURES = ("first-call", "explicit")
-TEXT_ARGUMENTS = {"use_cache", "logits_to_keep", "cache_position", "output_router_logits", "num_items_in_batch"}
-"""What models hand to their towers though only the text part looks at it."""
-PLAIN = (bool, int, float, str, list, tuple)
-"""Types of values that can be compared with a default: no tensors, no arrays."""
 
 
 def accelerate(
@@ -287,6 +282,10 @@ class AcceleratedModel:
 
     # --- what installed calls need -----------------------------------------------------------------------------------
 
+    def _is_installed(self, call: InstalledCall) -> bool:
+        """See `Handle`."""
+        return call in self._installed
+
     def _serve(self, installed: InstalledCall, arguments: Mapping[str, Any]) -> Any:
         """What the encoder answers. `close()` and a new encoder wait for it."""
         with self._lock:
@@ -370,96 +369,6 @@ class AcceleratedModel:
         return None if where is None else ("hooks", where)
 
 
-class InstalledCall:
-    """Stands in the place of a method on one module."""
-
-    def __init__(self, handle: AcceleratedModel, call: Call) -> None:
-        self._handle, self.call = handle, call
-        self._before = vars(call.owner).get(call.method)
-        self._original = getattr(call.owner, call.method)
-        self._signature = inspect.signature(self._original)
-        self.__signature__ = self._signature  # `generate` asks methods what they take
-
-    def install(self) -> None:
-        """Take the method's place."""
-        setattr(self.call.owner, self.call.method, self)
-
-    def remove(self) -> None:
-        """Give the method back, if nobody else has taken its place since."""
-        owner, method = self.call.owner, self.call.method
-        if vars(owner).get(method) is not self:
-            return
-        if self._before is None:
-            delattr(owner, method)
-        else:
-            setattr(owner, method, self._before)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's own method returns."""
-        handle, call = self._handle, self.call
-        if self not in handle._installed:  # taken out, but somebody had wrapped it before
-            return self._original(*args, **kwargs)
-        if handle._follow():
-            return getattr(call.owner, call.method)(*args, **kwargs)
-        taken, why = self._taken(args, kwargs)
-        why = why or handle._why_own(call, taken)
-        if why is None:
-            try:
-                return handle._serve(self, taken)
-            except Unserved as unserved:
-                why = ("unserved", str(unserved))
-            except (InputError, GridError) as error:
-                why = ("refused-input", str(error))
-        handle._own(*why)
-        return self._original(*args, **kwargs)
-
-    def _taken(self, args: Any, kwargs: Any) -> tuple[dict[str, Any], tuple[str, str] | None]:
-        """The arguments that the encoder takes, and a reason if there are others that change the result."""
-        try:
-            bound = self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            return {}, ("unserved", str(error))
-        bound.apply_defaults()
-        given: dict[str, Any] = {}
-        defaults: dict[str, Any] = {"return_dict": True, **self.call.ignores}
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                given |= bound.arguments[name]
-            else:
-                given[name] = bound.arguments[name]
-                if parameter.default is not inspect.Parameter.empty:
-                    defaults.setdefault(name, parameter.default)
-        taken = {name: given.pop(name, None) for name in self.call.takes}
-        for name, value in given.items():
-            harmless = (
-                value is None
-                or name in TEXT_ARGUMENTS
-                or (value is False and name.startswith("output_"))
-                or (name in defaults and isinstance(value, PLAIN) and value == defaults[name])
-            )
-            if not harmless:
-                return taken, ("more-outputs" if name.startswith("output_") else "unserved", f"{name}={_short(value)}")
-        return taken, None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A deep copy of the model is not accelerated."""
-        owner = memo.get(id(self.call.owner))
-        if owner is None:
-            return self
-        if self._before is not None:
-            return copy.deepcopy(self._before, memo)
-        return types.MethodType(getattr(type(owner), self.call.method), owner)
-
-    def __reduce__(self) -> Any:
-        """Nor is a pickled one."""
-        return getattr, (self.call.owner, self.call.method)
-
-
 def _is_dual(value: Any) -> bool:
     """Does a tensor carry a forward-mode derivative?"""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and forward_ad.unpack_dual(value).tangent is not None
-
-
-def _short(value: Any) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -16,26 +16,22 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from itertools import product
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from vit_compile.attention.choice import KernelChoices
 from vit_compile.backend.cuda import seconds_captured
 from vit_compile.errors import InputError, ModalityError, OptionError, ProtocolError
-from vit_compile.runtime import known_costs
 from vit_compile.runtime.batches import NOT_CAPTURED, BatchRunner
-from vit_compile.runtime.capture_inputs import BudgetGraphMetadata, EncoderCudaGraphCaptureInputs
+from vit_compile.runtime.capture_inputs import BudgetGraphMetadata
+from vit_compile.runtime.capture_work import CaptureWork
 from vit_compile.runtime.config import EncoderConfig
 from vit_compile.runtime.data_parallel import DataParallel
 from vit_compile.runtime.forward import compiled_forward, eager_forward
-from vit_compile.runtime.generic_buffers import GenericBuffers
-from vit_compile.runtime.graphs import GraphKey, GraphSet, least_ms
+from vit_compile.runtime.graphs import GraphKey, GraphSet
 from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.ladders import resolve
 from vit_compile.runtime.phases import TIMING
@@ -85,6 +81,7 @@ class EncoderCudaGraphManager:
         self.model = TableEncoder(model, device=self.device, dtype=dtype) if isinstance(model, EncoderTable) else _checked(model)
         self.declaration = self.model.get_encoder_cudagraph_config()
         self.ladders = resolve(self.config, self.declaration, self.model.get_encoder_cudagraph_budget_range())
+        self._work = CaptureWork(self.model, self.declaration, self.ladders, self.config, self.device, dtype)
         self._direct = self.model if isinstance(self.model, SupportsDirectFill) else None
         self._lock = threading.RLock()
         self._statistics = EncoderStatistics(self.config.log_every)
@@ -142,20 +139,20 @@ class EncoderCudaGraphManager:
             self._uncaptured = Skip("train-mode", f"{training} is in train mode; call eval() before capture()")
             report_skip(self._uncaptured, strict=self.config.strict)
             return
-        keys, settings = self._reachable_keys(), settings_of(modules)
+        keys, settings = self._work.keys(), settings_of(modules)
         eager: dict[str, EagerCost] = {}
         try:
             with torch.inference_mode(False), torch.no_grad():
                 self._set.capture(
                     _tracked(keys, progress),
-                    self._make_inputs,
+                    self._work.inputs,
                     max_graphs=self.config.max_graphs,
                     max_graph_bytes=self.config.max_graph_bytes,
                     verify=self.config.verify,
                 )
                 if self.config.packing == "cost":
                     with self._set.phases(TIMING):
-                        eager = self._time(modules)
+                        eager = self._work.time(self._set, modules)
         except BaseException:
             self._set.drop()
             self._set.skips.clear()
@@ -183,69 +180,6 @@ class EncoderCudaGraphManager:
             look_ahead=self.config.look_ahead,
             eager=eager,
         )
-
-    def _reachable_keys(self) -> list[GraphKey]:
-        reachable = self.declaration.is_reachable
-        return [
-            GraphKey(path, budget, axes)
-            for path in self._paths
-            for budget in sorted(self.ladders.paths[path], reverse=True)
-            if budget > 0
-            for axes in product(*self.declaration.capture_axes)
-            if reachable is None or reachable(path, budget, axes, self.ladders.max_items, self.ladders.max_frames)
-        ]
-
-    def _make_inputs(self, key: GraphKey) -> EncoderCudaGraphCaptureInputs:
-        made = self.model.prepare_encoder_cudagraph_capture_inputs(
-            key.token_budget,
-            self.ladders.max_items,
-            self.ladders.max_frames,
-            self.device,
-            self.dtype,
-            key.path,
-            key.axis_keys,
-        )
-        if self._direct is None:
-            keys = self.declaration.path_buffer_keys(key.path)
-            made.state = GenericBuffers(made.values, keys, self.declaration.padding_logics)
-            made.nbytes = made.nbytes or sum(made.values[name].nbytes for name in keys)
-        return made
-
-    def _time(self, modules: Sequence[nn.Module]) -> dict[str, EagerCost]:
-        """Time the graphs and eager runs, as far as no times were loaded for an encoder like this one."""
-        room = (self.ladders.max_items, self.ladders.max_frames)
-        name = known_costs.fingerprint(modules, self.config, self.device, self.dtype, room)
-        known = known_costs.loaded(name)
-        self._set.time_graphs(known.graphs)
-        eager: dict[str, EagerCost] = {}
-        if self._set.recorder is not None:  # elsewhere a replay saves nothing, so eager is no rival
-            eager = {path: EagerCost(*cost) for path, cost in known.eager.items() if path in self._paths}
-            eager |= self._time_eager([path for path in self._paths if path not in eager])
-        times = {graph.label: graph.predicted_ms for graph in self._set.graphs.values() if graph.predicted_ms is not None}
-        lines = {path: (cost.fixed_ms, cost.ms_per_token, cost.least_ms) for path, cost in eager.items()}
-        known_costs.note(name, known_costs.Costs(times, lines))
-        return eager
-
-    def _time_eager(self, paths: Sequence[str]) -> dict[str, EagerCost]:
-        """An eager run at the smallest and at the largest captured budget of each path, and a line through the two.
-
-        Below the smallest nothing was measured, and the line may fall far below what launching takes.
-        """
-        found = {}
-        for path in paths:
-            graphs = sorted((g for k, g in self._set.graphs.items() if k.path == path), key=lambda g: g.key.token_budget)
-            if not graphs:
-                continue
-            (low, (host_ms, low_ms)), (high, (_, high_ms)) = [
-                (
-                    graph.key.token_budget,
-                    least_ms(partial(self.model.encoder_cudagraph_forward, graph.inputs.values, path), self.device, 3),
-                )
-                for graph in (graphs[0], graphs[-1])
-            ]
-            slope = max(0.0, (high_ms - low_ms) / (high - low)) if high > low else 0.0
-            found[path] = EagerCost(max(0.0, low_ms - slope * low), slope, host_ms)
-        return found
 
     def clear(self) -> None:
         """Drop every graph and give its memory back. Calls run eagerly until the next `capture()`."""
@@ -471,7 +405,7 @@ class EncoderCudaGraphManager:
     def get_num_graphs_to_capture(self) -> int:
         """How many graphs `capture()` will try to make."""
         wanted = self.config.enabled and self.declaration.refusal is None
-        return min(len(self._reachable_keys()), self.config.max_graphs) if wanted else 0
+        return min(len(self._work.keys()), self.config.max_graphs) if wanted else 0
 
     def graphs(self) -> tuple[BudgetGraphMetadata, ...]:
         """The captured graphs, in the order of capture."""
