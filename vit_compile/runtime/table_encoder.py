@@ -259,7 +259,8 @@ class TableEncoder:
             declared,
             self._data[path],
             tokens=token_budget,
-            segments=min(key, most) if key != ALL_SEGMENTS else most,
+            # A segment has a row at least: more slots than rows would be a tax and nothing else.
+            segments=min(most if key == ALL_SEGMENTS else key, most, declared.rows(token_budget)),
             device=device,
             dtype=dtype,
             shared=None if kept is None else kept.rows,
