@@ -52,7 +52,7 @@ def test_the_defaults() -> None:
         "attention": "auto",
         "isolate": True,
         "enabled": True,
-        "max_graphs": 64,
+        "max_graphs": 128,
         "max_graph_bytes": None,
         "outputs": "copy",
         "log_every": 100,

@@ -236,7 +236,7 @@ def test_a_trial_with_one_example_leaves_company_to_be_shown() -> None:
     assert {graph.key.axis_keys: graph.unseen for graph in manager._set.graphs.values()} == {
         (1,): set(),
         (4,): {"company"},
-        (0,): {"company"},
+        (16,): {"company"},
     }
     grids: list[toys.Grid] = [(1, 4, 4), (1, 4, 4)]
     assert largest_difference(manager.execute(packed_request(grids)), alone(table, grids)) < 1e-5

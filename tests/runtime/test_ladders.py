@@ -293,4 +293,4 @@ def test_many_graphs_are_warned_of(warnings_of: Callable[..., list[str]]) -> Non
     assert warnings_of(declare(capture_axes=(tuple(range(8)),), **pick), token_budgets=eight, max_items_per_batch=1) == []
     (text,) = warnings_of(declare(capture_axes=(tuple(range(9)),), **pick), token_budgets=eight, max_items_per_batch=1)
     assert text.startswith("72 graphs to capture, more than 64")
-    assert "max_graphs=64" in text
+    assert "max_graphs=128" in text

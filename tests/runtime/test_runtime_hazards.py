@@ -473,6 +473,7 @@ def test_hazard_15_more_segments_than_room_runs_eagerly() -> None:
 def test_hazard_16_rows_follow_the_budget(table: toys.PackedTable) -> None:
     """Many frames make boundaries of as many segments, but never of more than there are rows, and not one row more."""
     shapes = {}
+    table.segment_capacities = (1, 4)
     for frames in (0, 8, 20, 1000):
         manager = toys.manager(table, token_budgets=(8,), max_items_per_batch=4, max_frames_per_batch=frames)
         manager.capture()
@@ -493,9 +494,9 @@ def test_hazard_17_tight_boundaries(table: toys.PackedTable) -> None:
         ([(1, 4, 4)], [], 1),
         ([(1, 4, 4)] * 2, [], 4),
         ([(1, 2, 2)] * 4, [], 4),
-        ([(1, 2, 2)] * 5, [], 32),
+        ([(1, 2, 2)] * 5, [], 16),
         ([], [(4, 2, 2)], 4),
-        ([], [(5, 2, 2)], 32),
+        ([], [(5, 2, 2)], 16),
     ):
         with replays() as seen:
             check(manager, table, toys.packed_request(images, clips))

@@ -281,7 +281,7 @@ def test_values_are_checked_under_their_own_names(options: dict[str, Any], messa
 
 def test_more_sizes_than_the_default_cap_raise_the_cap() -> None:
     """The engine has no cap on the number of graphs, so a long list of sizes is taken as it is, and the raised cap is told."""
-    sizes = list(range(1, 101))
+    sizes = list(range(1, 151))
     made = config(capture_sizes=sizes)
-    assert (made.token_budgets, made.max_graphs) == (tuple(sizes), 100)
-    assert became(capture_sizes=sizes) == [f"token_budgets={tuple(sizes)}, max_graphs=100"]
+    assert (made.token_budgets, made.max_graphs) == (tuple(sizes), 150)
+    assert became(capture_sizes=sizes) == [f"token_budgets={tuple(sizes)}, max_graphs=150"]

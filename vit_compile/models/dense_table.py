@@ -29,7 +29,7 @@ from vit_compile.models.binding import (
 from vit_compile.models.dense_positions import PositionTaps, mixed_positions
 from vit_compile.models.hf_attention import ATTENTION_NAME, AttentionSwitch, packed_segments
 from vit_compile.runtime.inputs import host_rows, same_device
-from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
+from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, EncoderTable, ItemSize, Modality, single_path
 
 PIXELS, GRIDS = "pixel_values", "image_grid_hw"
 IMAGE = Modality(data={"patches": PIXELS}, per_item=(GRIDS,))
@@ -135,7 +135,11 @@ class PackedDenseTable(EncoderTable):
     switch: AttentionSwitch | None = None
 
     def __init__(
-        self, tower: nn.Module, *, token_range: tuple[int, int] | None = None, segment_capacities: Sequence[int] = (1, 4)
+        self,
+        tower: nn.Module,
+        *,
+        token_range: tuple[int, int] | None = None,
+        segment_capacities: Sequence[int] = SEGMENT_CAPACITIES,
     ) -> None:
         self.tower: Any = tower
         for layer, kind in self.read_layers():

@@ -35,7 +35,7 @@ from vit_compile.models.binding import (
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
 from vit_compile.models.vision_metadata import merge_order
 from vit_compile.runtime.inputs import host_counts, host_grids
-from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
+from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, EncoderTable, ItemSize, Modality, single_path
 
 
 class Gemma4Table(EncoderTable):
@@ -68,7 +68,7 @@ class Gemma4Table(EncoderTable):
         project: nn.Module | None = None,
         token_range: tuple[int, int] = (70, 4480),
         max_frames_per_video: int = 32,
-        segment_capacities: Sequence[int] = (1, 4),
+        segment_capacities: Sequence[int] = SEGMENT_CAPACITIES,
     ) -> None:
         config = tower.config
         self.tower, self.project, self.side = tower, project, config.pooling_kernel_size

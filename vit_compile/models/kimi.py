@@ -30,7 +30,7 @@ from vit_compile.models.moonvit import TAPS, TOKEN_RANGE, MoonVitTable, side_lim
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.vision_metadata import merge_order
 from vit_compile.runtime.inputs import host_grids
-from vit_compile.runtime.table import Buffer, Modality, single_path
+from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, Modality, single_path
 
 _FOR_TOWER = ("pixel_values", "position_ids", "interp_indices", "interp_weights", "frame_index", "cu_seqlens", "max_seqlen")
 
@@ -57,7 +57,7 @@ class KimiK25Table(MoonVitTable):
         *,
         projector: nn.Module | None = None,
         token_range: tuple[int, int] = TOKEN_RANGE,
-        segment_capacities: Sequence[int] = (1, 4),
+        segment_capacities: Sequence[int] = SEGMENT_CAPACITIES,
         fields: str | None = None,
     ) -> None:
         self.tower = tower

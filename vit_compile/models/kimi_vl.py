@@ -32,7 +32,7 @@ from vit_compile.models.hf_attention import ATTENTION_NAME
 from vit_compile.models.moonvit import TAPS, TOKEN_RANGE, MoonVitTable, side_limited_example
 from vit_compile.models.vision_metadata import merge_order
 from vit_compile.runtime.inputs import host_grids, host_rows
-from vit_compile.runtime.table import Buffer, Modality, single_path
+from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, Modality, single_path
 
 _PARTS = (
     "merge_kernel_size",
@@ -103,7 +103,7 @@ class KimiVLTable(MoonVitTable):
         *,
         projector: nn.Module | None = None,
         token_range: tuple[int, int] = TOKEN_RANGE,
-        segment_capacities: Sequence[int] = (1, 4),
+        segment_capacities: Sequence[int] = SEGMENT_CAPACITIES,
     ) -> None:
         self.tower = tower
         self.projector: Any = projector

@@ -30,7 +30,7 @@ from vit_compile.models.binding import (
 )
 from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.runtime.inputs import host_grids, host_rows
-from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
+from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, EncoderTable, ItemSize, Modality, single_path
 
 WINDOW = 4
 """Patches that one merge takes, 2 x 2."""
@@ -82,7 +82,7 @@ class MiniCPMVTable(EncoderTable):
         *,
         merger: nn.Module | None = None,
         token_range: tuple[int, int] = (64, 4096),
-        segment_capacities: Sequence[int] = (1, 4),
+        segment_capacities: Sequence[int] = SEGMENT_CAPACITIES,
         fields: str | None = None,
     ) -> None:
         self.tower = tower

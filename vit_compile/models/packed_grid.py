@@ -19,7 +19,7 @@ from vit_compile.models.hf_attention import AttentionSwitch, use_attention
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.vision_metadata import vision_metadata
 from vit_compile.runtime.inputs import host_grids, host_rows
-from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
+from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, EncoderTable, ItemSize, Modality, single_path
 
 IMAGE = Modality(data={"hidden_states": "pixel_values"}, per_item=("image_grid_thw",))
 VIDEO = Modality(data={"hidden_states": "pixel_values_videos"}, per_item=("video_grid_thw",))
@@ -49,7 +49,7 @@ class PackedGridTable(EncoderTable):
         *,
         token_range: tuple[int, int] = (64, 4096),
         max_frames_per_video: int = 32,
-        segment_capacities: Sequence[int] = (1, 4),
+        segment_capacities: Sequence[int] = SEGMENT_CAPACITIES,
         fields: str | None = None,
         switch: AttentionSwitch | None = None,
     ) -> None:

@@ -32,7 +32,7 @@ from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.vision_metadata import merge_order
 from vit_compile.runtime.inputs import host_grids
-from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
+from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, EncoderTable, ItemSize, Modality, single_path
 
 SMALLEST, LARGEST = 64, 4096
 """Useful budgets, in tokens of 2 x 2 patches: the processor makes images of 188 to 3009 tokens."""
@@ -62,7 +62,7 @@ class PaddleOCRTable(EncoderTable):
         *,
         fields: str | None = None,
         token_range: tuple[int, int] | None = None,
-        segment_capacities: Sequence[int] = (1, 4),
+        segment_capacities: Sequence[int] = SEGMENT_CAPACITIES,
     ) -> None:
         self.tower, self.projector = tower, projector
         self.merge = 1 if projector is None else _merge_of(projector)

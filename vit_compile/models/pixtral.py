@@ -35,7 +35,7 @@ from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
 from vit_compile.models.output_layout import OutputLayout
 from vit_compile.models.vision_metadata import merge_order
 from vit_compile.runtime.inputs import host_grids, host_rows
-from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
+from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, EncoderTable, ItemSize, Modality, single_path
 
 SMALLEST = 64
 """Smallest useful budget in output tokens."""
@@ -100,7 +100,7 @@ class PixtralTable(EncoderTable):
         projected: Sequence[int] = (),
         kept: Sequence[int] = (),
         token_range: tuple[int, int] | None = None,
-        segment_capacities: Sequence[int] = (1, 4),
+        segment_capacities: Sequence[int] = SEGMENT_CAPACITIES,
     ) -> None:
         from transformers.utils.output_capturing import capture_outputs
 

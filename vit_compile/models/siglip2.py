@@ -36,7 +36,7 @@ from vit_compile.models.binding import (
 )
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
 from vit_compile.runtime.inputs import host_rows
-from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
+from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, EncoderTable, ItemSize, Modality, single_path
 
 EXAMPLE = (2, 3)
 """Patches of the image on which a table is compared with its tower."""
@@ -68,7 +68,7 @@ class Siglip2Table(EncoderTable):
         *,
         fields: str = "tokens",
         token_range: tuple[int, int] = (64, 4096),
-        segment_capacities: Sequence[int] = (1, 4),
+        segment_capacities: Sequence[int] = SEGMENT_CAPACITIES,
     ) -> None:
         self.tower, self.has_head = tower, bool(tower.use_head)
         if fields == "pooled" and not self.has_head:

@@ -30,7 +30,7 @@ from vit_compile.options import (
 PACKINGS = ("cost", "greedy")
 MODES = ("compiled", "eager")
 DEFAULT_COMPILER = "inductor"
-DEFAULT_MAX_GRAPHS = 64
+DEFAULT_MAX_GRAPHS = 128
 
 _CHOICES = {"packing": PACKINGS, "mode": MODES, "compiler": COMPILERS, "outputs": OUTPUTS, "attention": ATTENTION_KERNELS}
 _FLAGS = ("isolate", "look_ahead", "enabled", "verify", "strict")

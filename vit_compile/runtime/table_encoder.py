@@ -112,7 +112,8 @@ class TableEncoder:
         return (next((key for key in sorted(self.table.segment_capacities) if key >= frames), ALL_SEGMENTS),)
 
     def _is_reachable(self, path: str, token_budget: int, axis_keys: AxisKeys, max_items: int, max_frames: int) -> bool:
-        """A graph without a row serves nobody; one for so many segments serves who has more than the next tighter one takes."""
+        """A graph without a row serves nobody; one for so many segments serves who has more than the next tighter one takes. (A
+        batch with more frames than output tokens takes a larger budget.)"""
         declared = self.table.paths[path]
         if declared.rows(token_budget) == 0:
             return False
@@ -123,7 +124,7 @@ class TableEncoder:
         if not _has_boundaries(declared.buffers):
             return key == ALL_SEGMENTS
         tighter = [k for k in self.table.segment_capacities if key == ALL_SEGMENTS or k < key]
-        return max(tighter, default=0) < most
+        return max(tighter, default=0) < min(most, token_budget)
 
     def forget_encoder_metadata(self) -> None:
         """See `SupportsDirectFill`."""

@@ -64,7 +64,7 @@ def bench(
         str | None,
         typer.Option(
             "--capacities",
-            help="Segment capacities of vit-full beside the largest, with commas, or none [1,4; on a CPU none].",
+            help="Segment capacities of vit-full beside the largest, with commas, or none [1,4,16,64; on a CPU none].",
             show_default=False,
         ),
     ] = None,
@@ -212,7 +212,9 @@ def _command(ranks: Ranks) -> str:
 
 def _capacities(text: str | None, *, on_cpu: bool) -> tuple[int, ...]:
     if text is None:
-        return () if on_cpu else (1, 4)
+        from vit_compile.runtime.table import SEGMENT_CAPACITIES
+
+        return () if on_cpu else SEGMENT_CAPACITIES
     return () if text == "none" else _numbers("--capacities", text)
 
 

@@ -61,7 +61,7 @@ class BenchSettings:
     max_tokens: int | None = None
     """Largest budget, in output tokens. None: what the traffic needs, at most 4096 unless one image is larger."""
 
-    capacities: tuple[int, ...] = (1, 4)
+    capacities: tuple[int, ...] = (1, 4, 16, 64)
     """Segment capacities of `vit-full` beside the largest number of segments."""
 
     dtype: str = "bfloat16"
