@@ -270,6 +270,7 @@ def test_every_option_is_documented() -> None:
         assert lines[at + 1].startswith('    """'), name
 
 
+@pytest.mark.default_passes
 def test_words_mean_the_same_as_the_backends() -> None:
     """Options that the backend has too take the same values and have the same defaults, but for the number of graphs."""
     shared = {field.name for field in dataclasses.fields(BackendOptions)} & set(FIELDS)
