@@ -1,6 +1,6 @@
 """Every architecture at a released vision size, one image: the model as shipped, and accelerated.
 
-    python scripts/bench_models.py --out docs/benchmarks/models.json --command "python scripts/bench_models.py"
+    python scripts/bench_models.py --out docs/benchmarks/models.json --jobs 4
     python scripts/bench_models.py --only Qwen3-VL-8B --depth 2 --device cpu --dtype float32       a try without a GPU
 
 Each model runs in a process of its own. With `--jobs N`, N models are set up side by side; then each is timed, with the others

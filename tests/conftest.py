@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import vit_compile
+from vit_compile.attention import choice
 from vit_compile.options import BackendOptions
+from vit_compile.runtime import known_costs
 from vit_compile.runtime.config import EncoderConfig
 
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it brings
@@ -43,10 +45,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _from_nothing() -> Iterator[None]:
-    """Forget what earlier tests compiled, captured and counted."""
+    """Forget what earlier tests compiled, captured, counted and measured."""
     torch.compiler.reset()
     vit_compile.clear()
     vit_compile.counters.reset()
+    choice.forget()
+    known_costs.forget()
     yield
     torch.compiler.reset()
     vit_compile.clear()

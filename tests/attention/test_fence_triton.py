@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
+from tests.attention.interpreted import check_interpreted
 
 _PROCESS = """
 import random
@@ -40,16 +34,4 @@ print("the same")
 
 def test_the_kernels_do_what_plain_torch_does() -> None:
     """Strided inputs, empty segments, odd head dims, room left over, NaN and both infinities: the same cleaning and spoiling."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    done = subprocess.run(
-        [sys.executable, "-c", _PROCESS],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith("the same")
+    check_interpreted(_PROCESS)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.attention.interpreted import check_interpreted
 from vit_compile.attention import admission, one_segment
 from vit_compile.attention.problem import VARLEN, Problem
 
@@ -136,16 +132,4 @@ print("the same")
 
 def test_the_kernel_does_what_plain_torch_does() -> None:
     """In Triton's interpreter: strided inputs, any end, several widths, NaN behind the end."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    done = subprocess.run(
-        [sys.executable, "-c", _PROCESS],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith("the same")
+    check_interpreted(_PROCESS)

@@ -197,7 +197,6 @@ def test_kernels_get_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
         "one": admission.Kernel("one", noting("narrow"), anything, **of_one),
     }
     monkeypatch.setattr(admission, "VARLEN_KERNELS", table)
-    choice.forget()
     seconds = iter([3e-6, 3e-6, 1e-6, 1e-6])
 
     def timer(call: Callable[[], object], device: torch.device, give_up_s: float = 0.0) -> float:
@@ -216,7 +215,6 @@ def test_kernels_get_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
         run = choice.varlen_kernel(q, boundaries(ROWS), ROWS, wide=True)
         assert run is table["one"].wide_run
         assert choice.varlen_kernel(q, boundaries(ROWS), ROWS) is None, "another problem"
-    choice.forget()
 
 
 # --- in an encoder ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,6 @@ from vit_compile.runtime import known_costs
 CUDA = torch.device("cuda")
 HALF = [torch.bfloat16, torch.float16]
 __all__ = ["exact"]  # the fixture of the runtime's tests
-
-
-@pytest.fixture(autouse=True)
-def _nothing_known() -> Iterator[None]:
-    """No measurements of other tests."""
-    choice.forget()
-    known_costs.forget()
-    yield
-    choice.forget()
-    known_costs.forget()
 
 
 def runs(dtype: torch.dtype, dim: int, fence_from: int = 2) -> tuple[dict[str, Any], dict[str, str]]:

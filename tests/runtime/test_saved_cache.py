@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,16 +31,6 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 CONFIG = EncoderConfig(mode="eager", token_budgets=(8, 16), max_items_per_batch=2)
 KEY = ("H200", Problem(VARLEN, "bfloat16", (64, 16, 72), 4, 64), 2)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_known() -> Iterator[None]:
-    """Every test starts and ends without measurements."""
-    choice.forget()
-    known_costs.forget()
-    yield
-    choice.forget()
-    known_costs.forget()
 
 
 def captured(config: EncoderConfig = CONFIG) -> dict[int, float]:

@@ -26,7 +26,6 @@ PROBE_ROWS = 1024
 PROBE_HEADS = 2
 PROBE_TOLERANCE, FLOAT32_TOLERANCE = 4.0, 2e-5
 """Allowed relative error of a kernel, in units of the dtype's epsilon, and at least so much."""
-SDPA_MAX_HEAD_DIM = 128
 DENSE_MEMORY_ROWS = 4096
 """`dense` holds a matrix of rows x rows: beyond this it is never a choice."""
 
@@ -111,11 +110,10 @@ def _dense_why_not(problem: Problem, capability: tuple[int, int]) -> Refusal | N
 def _one_segment_why_not(problem: Problem, capability: tuple[int, int]) -> Refusal | None:
     if problem.segments != 1:
         return f"room for {problem.segments} segments"
-    if capability < (9, 0):
-        return f"a device of capability {capability[0]}.{capability[1]}"  # where it was measured to pay
-    half = problem.torch_dtype in kernels.HALF_DTYPES
-    fits = problem.head_dim % 8 == 0 and problem.head_dim + one_segment.EXTRA_COLUMNS <= SDPA_MAX_HEAD_DIM
-    return None if half and fits else f"head dim {problem.head_dim} in {problem.dtype}"
+    if capability < one_segment.CAPABILITY:
+        return f"a device of capability {capability[0]}.{capability[1]}"
+    takes = one_segment.takes(problem.torch_dtype, problem.head_dim)
+    return None if takes else f"head dim {problem.head_dim} in {problem.dtype}"
 
 
 def _package_why_not(name: str) -> Callable[[Problem, tuple[int, int]], Refusal | None]:
@@ -152,7 +150,7 @@ def _sdpa_efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal
 def _half_why_not(problem: Problem, capability: tuple[int, int]) -> Refusal | None:
     if problem.torch_dtype not in kernels.HALF_DTYPES or capability < (8, 0):
         return f"{problem.dtype} on a device of capability {capability[0]}.{capability[1]}"
-    return None if problem.head_dim % 8 == 0 and problem.head_dim <= SDPA_MAX_HEAD_DIM else f"head dim {problem.head_dim}"
+    return None if problem.head_dim % 8 == 0 and problem.head_dim <= kernels.SDPA_MAX_HEAD_DIM else f"head dim {problem.head_dim}"
 
 
 def _sdpa_efficient_why_not(problem: Problem, capability: tuple[int, int]) -> Refusal | None:

@@ -14,13 +14,12 @@ Shapes: T rows, H heads, D head dim, S segments.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-log = logging.getLogger(__name__)
+from vit_compile.attention.triton_modules import runnable
 
 Varlen = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
 
@@ -61,14 +60,10 @@ def fenced(run: Varlen) -> Varlen:
 @functools.cache
 def _triton() -> Any:
     """The module with the Triton kernels, tried once on the current device; None where they do not run."""
-    try:
-        from vit_compile.attention import fence_triton
 
+    def try_out(module: Any) -> None:
         x = torch.ones(1, 1, 8, device="cuda")
         cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
-        fence_triton.spoil(x, fence_triton.clean(x, x, cu_seqlens)[2], cu_seqlens)
-        torch.cuda.synchronize()
-    except Exception as error:  # no Triton, no C compiler, or a driver that Triton does not know: slower, but the same result
-        log.warning("Triton cannot run here (%s): the fence around attention kernels is plain torch, which is slower.", error)
-        return None
-    return fence_triton
+        module.spoil(x, module.clean(x, x, cu_seqlens)[2], cu_seqlens)
+
+    return runnable("vit_compile.attention.fence_triton", try_out, "the fence around attention kernels is computed")

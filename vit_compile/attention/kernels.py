@@ -25,6 +25,7 @@ from vit_compile.attention.fence import Varlen, segments_of_rows, without_nan
 from vit_compile.attention.tail import zero_tail_
 
 FLASH_MAX_HEAD_DIM = 256
+SDPA_MAX_HEAD_DIM = 128
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 VECTOR_BYTES = 16  # both kernels load vectors of this width
 

@@ -15,19 +15,28 @@ Shapes: T rows, H heads, D head dim.
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import torch
 
 from vit_compile.attention import kernels
-
-log = logging.getLogger(__name__)
+from vit_compile.attention.tail import real_rows
+from vit_compile.attention.triton_modules import runnable
 
 EXTRA_COLUMNS = 8
 """cuDNN takes head dims that are multiples of 8."""
 LEAST_SCALE = 1e-6
 """Below, scores of padding would not be far enough from others."""
+
+
+CAPABILITY = (9, 0)
+"""Of devices on which it was measured to pay."""
+
+
+def takes(dtype: torch.dtype, head_dim: int) -> bool:
+    """Half precision, and head dims that are cuDNN's with the further columns, too."""
+    fits = head_dim % 8 == 0 and head_dim + EXTRA_COLUMNS <= kernels.SDPA_MAX_HEAD_DIM
+    return fits and dtype in kernels.HALF_DTYPES
 
 
 def in_columns(dtype: torch.dtype) -> tuple[float, float]:
@@ -50,7 +59,7 @@ def cudnn_of_wide(
     """The same on q and k [T,H,D+8] as `widened` makes them; the scale is above `LEAST_SCALE`."""
     if v.dtype == torch.float16:
         v = without_tail(v, cu_seqlens)
-    operands = [x.transpose(0, 1)[None] for x in (*map(kernels.ready, (wide_q, wide_k)), kernels.ready(v))]
+    operands = [kernels.ready(x).transpose(0, 1)[None] for x in (wide_q, wide_k, v)]
     out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *operands, None, False, 0.0, False, False, scale=scale
     )[0]
@@ -65,7 +74,7 @@ def widened(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple
 
 def widened_in_torch(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`widened` in plain torch, on any device."""
-    real = (torch.arange(q.shape[0], device=q.device) < cu_seqlens[1])[:, None, None]
+    real = real_rows(q, cu_seqlens)
     extra = (*q.shape[:2], EXTRA_COLUMNS)
     in_q, in_k = in_columns(q.dtype)
     wide_q = torch.cat([q.where(real, 0), q.new_full(extra, in_q)], dim=2)
@@ -83,22 +92,17 @@ def without_tail(v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 def without_tail_in_torch(v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """`without_tail` in plain torch, on any device."""
-    real = (torch.arange(v.shape[0], device=v.device) < cu_seqlens[1])[:, None, None]
-    return v.where(real, 0).contiguous()
+    return v.where(real_rows(v, cu_seqlens), 0).contiguous()
 
 
 @functools.cache
 def _triton() -> Any:
-    """The module with the Triton kernel, tried once on the current device; None where it does not run."""
-    try:
-        from vit_compile.attention import one_segment_triton
+    """The module with the Triton kernels, tried once on the current device; None where they do not run."""
 
+    def try_out(module: Any) -> None:
         x = torch.ones(1, 1, 8, device="cuda")
         cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
-        one_segment_triton.widen(x, x, cu_seqlens)
-        one_segment_triton.without_tail(x, cu_seqlens)
-        torch.cuda.synchronize()
-    except Exception as error:  # no Triton, no C compiler, or a driver that Triton does not know: slower, but the same result
-        log.warning("Triton cannot run here (%s): single segments are prepared by plain torch, which is slower.", error)
-        return None
-    return one_segment_triton
+        module.widen(x, x, cu_seqlens)
+        module.without_tail(x, cu_seqlens)
+
+    return runnable("vit_compile.attention.one_segment_triton", try_out, "single segments are prepared")

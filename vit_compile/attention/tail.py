@@ -40,8 +40,12 @@ def zero_tail_(out: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 def zero_tail_in_torch_(out: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """`zero_tail_` in plain torch: any device, reads and writes all of `out`."""
-    past_the_end = torch.arange(out.shape[0], device=out.device) >= cu_seqlens[-1]
-    return out.masked_fill_(past_the_end[:, None, None], 0)
+    return out.masked_fill_(~real_rows(out, cu_seqlens), 0)
+
+
+def real_rows(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """bool [T,1,1] on the device of `cu_seqlens`: is a row of `x` [T,H,D] before the last boundary?"""
+    return (torch.arange(x.shape[0], device=cu_seqlens.device) < cu_seqlens[-1])[:, None, None]
 
 
 _triton_works = True

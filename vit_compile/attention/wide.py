@@ -16,10 +16,12 @@ import torch
 from torch.library import register_fake
 
 from vit_compile.attention import choice, kernels, one_segment, reference
+from vit_compile.attention.tail import real_rows
 from vit_compile.errors import InputMismatchError
 
 NAME = "vit_compile::varlen_attention_wide"
 ROWS_NAME = "vit_compile::real_rows"
+"""`tail.real_rows` as an operation, once for all layers of a graph."""
 
 _NAMESPACE, _OP_NAME = NAME.split("::")
 _ROWS_OP_NAME = ROWS_NAME.split("::")[1]
@@ -40,12 +42,6 @@ def varlen_attention_wide(
     """
     out: torch.Tensor = torch.ops.vit_compile.varlen_attention_wide.default(q, k, v, cu_seqlens, max_seqlen, scale)
     return out
-
-
-def real_rows(like: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """bool [T,1,1] on the device of `like` [T,H,D]: is a row before the last boundary?"""
-    found: torch.Tensor = torch.ops.vit_compile.real_rows.default(like, cu_seqlens)
-    return found
 
 
 def _narrow(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,10 +76,6 @@ def _forward_fake(
     return v.new_empty(v.shape)
 
 
-def _real_rows(like: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    return (torch.arange(like.shape[0], device=cu_seqlens.device) < cu_seqlens[-1])[:, None, None]
-
-
 def _real_rows_fake(like: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     return like.new_empty((like.shape[0], 1, 1), dtype=torch.bool)
 
@@ -99,7 +91,7 @@ def _register() -> Any:
     register_fake(NAME, _forward_fake, lib=library)
     library.define(f"{_ROWS_OP_NAME}(Tensor like, Tensor cu_seqlens) -> Tensor", tags=tags)
     for device in ("CPU", "CUDA"):
-        library.impl(_ROWS_OP_NAME, _real_rows, device)
+        library.impl(_ROWS_OP_NAME, real_rows, device)
     register_fake(ROWS_NAME, _real_rows_fake, lib=library)
     return library
 

@@ -28,8 +28,9 @@ from vit_compile.models.binding import (
 )
 from vit_compile.models.dense_positions import PositionTaps, mixed_positions
 from vit_compile.models.hf_attention import ATTENTION_NAME, AttentionSwitch, packed_segments
+from vit_compile.runtime.config import SEGMENT_CAPACITIES
 from vit_compile.runtime.inputs import host_rows, same_device
-from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, EncoderTable, ItemSize, Modality, single_path
+from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
 
 PIXELS, GRIDS = "pixel_values", "image_grid_hw"
 IMAGE = Modality(data={"patches": PIXELS}, per_item=(GRIDS,))

@@ -34,8 +34,9 @@ from vit_compile.models.binding import (
 )
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
 from vit_compile.models.vision_metadata import merge_order
+from vit_compile.runtime.config import SEGMENT_CAPACITIES
 from vit_compile.runtime.inputs import host_counts, host_grids
-from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, EncoderTable, ItemSize, Modality, single_path
+from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
 
 
 class Gemma4Table(EncoderTable):

@@ -29,8 +29,9 @@ from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.models.moonvit import TAPS, TOKEN_RANGE, MoonVitTable, side_limited_example
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.vision_metadata import merge_order
+from vit_compile.runtime.config import SEGMENT_CAPACITIES
 from vit_compile.runtime.inputs import host_grids
-from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, Modality, single_path
+from vit_compile.runtime.table import Buffer, Modality, single_path
 
 _FOR_TOWER = ("pixel_values", "position_ids", "interp_indices", "interp_weights", "frame_index", "cu_seqlens", "max_seqlen")
 

@@ -31,8 +31,9 @@ from vit_compile.models.binding import (
 from vit_compile.models.hf_attention import ATTENTION_NAME
 from vit_compile.models.moonvit import TAPS, TOKEN_RANGE, MoonVitTable, side_limited_example
 from vit_compile.models.vision_metadata import merge_order
+from vit_compile.runtime.config import SEGMENT_CAPACITIES
 from vit_compile.runtime.inputs import host_grids, host_rows
-from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, Modality, single_path
+from vit_compile.runtime.table import Buffer, Modality, single_path
 
 _PARTS = (
     "merge_kernel_size",

@@ -29,8 +29,9 @@ from vit_compile.models.binding import (
     undone_on_failure,
 )
 from vit_compile.models.hf_attention import AttentionSwitch
+from vit_compile.runtime.config import SEGMENT_CAPACITIES
 from vit_compile.runtime.inputs import host_grids, host_rows
-from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, EncoderTable, ItemSize, Modality, single_path
+from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
 
 WINDOW = 4
 """Patches that one merge takes, 2 x 2."""

@@ -18,8 +18,9 @@ from vit_compile.models.binding import Binding, Call, Execute, Unserved, find_mo
 from vit_compile.models.hf_attention import AttentionSwitch, use_attention
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.vision_metadata import vision_metadata
+from vit_compile.runtime.config import SEGMENT_CAPACITIES
 from vit_compile.runtime.inputs import host_grids, host_rows
-from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, EncoderTable, ItemSize, Modality, single_path
+from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
 
 IMAGE = Modality(data={"hidden_states": "pixel_values"}, per_item=("image_grid_thw",))
 VIDEO = Modality(data={"hidden_states": "pixel_values_videos"}, per_item=("video_grid_thw",))

@@ -31,8 +31,9 @@ from vit_compile.models.binding import (
 from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.vision_metadata import merge_order
+from vit_compile.runtime.config import SEGMENT_CAPACITIES
 from vit_compile.runtime.inputs import host_grids
-from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, EncoderTable, ItemSize, Modality, single_path
+from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
 
 SMALLEST, LARGEST = 64, 4096
 """Useful budgets, in tokens of 2 x 2 patches: the processor makes images of 188 to 3009 tokens."""

@@ -34,8 +34,9 @@ from vit_compile.models.binding import (
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
 from vit_compile.models.output_layout import OutputLayout
 from vit_compile.models.vision_metadata import merge_order
+from vit_compile.runtime.config import SEGMENT_CAPACITIES
 from vit_compile.runtime.inputs import host_grids, host_rows
-from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, EncoderTable, ItemSize, Modality, single_path
+from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
 
 SMALLEST = 64
 """Smallest useful budget in output tokens."""

@@ -35,8 +35,9 @@ from vit_compile.models.binding import (
     undone_on_failure,
 )
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
+from vit_compile.runtime.config import SEGMENT_CAPACITIES
 from vit_compile.runtime.inputs import host_rows
-from vit_compile.runtime.table import SEGMENT_CAPACITIES, Buffer, EncoderTable, ItemSize, Modality, single_path
+from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path
 
 EXAMPLE = (2, 3)
 """Patches of the image on which a table is compared with its tower."""

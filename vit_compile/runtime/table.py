@@ -16,14 +16,11 @@ import torch
 from vit_compile.backend.roles import Role
 from vit_compile.errors import ProtocolError
 from vit_compile.planning import units
+from vit_compile.runtime.config import SEGMENT_CAPACITIES
 from vit_compile.runtime.item_spec import DEFAULT_PATH
 
 Capacity = Callable[[int, int], int]
 """`(rows, segments)` of a graph -> entries, or segments where it is about boundaries."""
-
-SEGMENT_CAPACITIES = (1, 4, 16, 64)
-"""Steps of four. FlashAttention-2 needs 97 us for 4 segments of 1024 rows in 4 slots, 156 us in 16, 280 us in 64 and 766 us in
-256 (H200, 16 heads of 72, bound 16384)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

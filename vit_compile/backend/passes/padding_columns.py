@@ -17,15 +17,11 @@ import torch.nn.functional as F
 from torch import fx
 
 from vit_compile import _torch_compat as compat
-from vit_compile.attention import one_segment, wide
-from vit_compile.attention.admission import SDPA_MAX_HEAD_DIM
-from vit_compile.attention.kernels import HALF_DTYPES
+from vit_compile.attention import one_segment, varlen, wide
 
-_ATTENTION = "vit_compile::varlen_attention"
 _VIEWS = {"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous", "select"}
 _COMPUTED_METHODS = {"to", "type_as", "float", "half", "bfloat16", "add", "mul", "sub"}
 _COMPUTED = {operator.add, operator.mul, operator.sub, torch.add, torch.mul, torch.sub, torch.cat, torch.where}
-_CAPABILITY = (9, 0)
 
 
 class PaddingColumns:
@@ -41,7 +37,7 @@ class PaddingColumns:
 
 def _applies(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or schema.name != _ATTENTION or node.kwargs:
+    if node.op != "call_function" or schema is None or schema.name != varlen.NAME or node.kwargs:
         return False
     given: tuple[Any, ...] = node.args
     q, k, v, cu_seqlens, _, scale = given
@@ -58,16 +54,12 @@ def _applies(node: fx.Node) -> bool:
 
 def supports(q: torch.Tensor) -> bool:
     """Can the columns be of use for such q [T,H,D]?"""
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device) < _CAPABILITY:
-        return False
-    return fits(q)
+    return q.is_cuda and torch.cuda.get_device_capability(q.device) >= one_segment.CAPABILITY and fits(q)
 
 
 def fits(q: torch.Tensor) -> bool:
     """The same, but for the device."""
-    dim = q.shape[-1]
-    fitting = isinstance(dim, int) and dim % 8 == 0 and dim + one_segment.EXTRA_COLUMNS <= SDPA_MAX_HEAD_DIM
-    return q.dim() == 3 and fitting and q.dtype in HALF_DTYPES
+    return q.dim() == 3 and isinstance(q.shape[-1], int) and one_segment.takes(q.dtype, q.shape[-1])
 
 
 def _is_computed(found: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vit_compile.errors import OptionError
+from vit_compile.runtime.config import SEGMENT_CAPACITIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -212,8 +213,6 @@ def _command(ranks: Ranks) -> str:
 
 def _capacities(text: str | None, *, on_cpu: bool) -> tuple[int, ...]:
     if text is None:
-        from vit_compile.runtime.table import SEGMENT_CAPACITIES
-
         return () if on_cpu else SEGMENT_CAPACITIES
     return () if text == "none" else _numbers("--capacities", text)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vit_compile.errors import OptionError
 from vit_compile.options import COMPILERS, check_choice, positive_int, positive_ints
+from vit_compile.runtime.config import SEGMENT_CAPACITIES
 
 DTYPES = ("float32", "bfloat16", "float16")
 CACHES = ("fresh", "shared")
@@ -61,7 +62,7 @@ class BenchSettings:
     max_tokens: int | None = None
     """Largest budget, in output tokens. None: what the traffic needs, at most 4096 unless one image is larger."""
 
-    capacities: tuple[int, ...] = (1, 4, 16, 64)
+    capacities: tuple[int, ...] = SEGMENT_CAPACITIES
     """Segment capacities of `vit-full` beside the largest number of segments."""
 
     dtype: str = "bfloat16"
