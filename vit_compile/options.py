@@ -34,6 +34,8 @@ ATTENTION_KERNELS = (
     "efficient",
     "dense",
     "cudnn-one-segment",
+    "triton-64",
+    "triton-128",
     "active-flash",
     "fa4",
     "fa3",

@@ -315,19 +315,38 @@ def test_nothing_to_choose(table: dict[str, Kernel], wanted: str, timer: Any) ->
         (12, 1, 12, ([0, 12], [0, 10])),
         (1, 1, 12, ([0, 1], [0, 1])),
         (12, 1, 6, ([0, 6], [0, 5])),
-        (12, 3, 12, ([0, 12, 12, 12], [0, 4, 8, 12])),
+        (12, 3, 12, ([0, 12, 12, 12], [0, 6, 12, 12], [0, 4, 8, 12])),
         (12, 3, 6, ([0, 6, 12, 12], [0, 4, 8, 12])),
         (12, 3, 2, ([0, 2, 4, 6],)),
-        (3, 5, 3, ([0, 3, 3, 3, 3, 3], [0, 1, 2, 3, 3, 3])),
+        (3, 5, 3, ([0, 3, 3, 3, 3, 3], [0, 1, 3, 3, 3, 3], [0, 1, 2, 3, 3, 3])),
     ],
 )
 def test_layouts_are_legal(rows: int, segments: int, longest: int, expected: tuple[list[int], ...]) -> None:
-    """Boundaries to time with: fewest and most segments, none above the bound, none past the rows."""
+    """Boundaries to time with: fewest and most segments and a number between, none above the bound, none past the rows."""
     made = layouts(Problem(VARLEN, "float32", (rows, HEADS, DIM), segments, longest))
     assert made == expected
     for ends in made:
         assert len(ends) == segments + 1
         assert max(b - a for a, b in itertools.pairwise(ends)) <= longest
+
+
+def test_a_long_layout_does_not_outweigh_the_others(table: dict[str, Kernel]) -> None:
+    """A kernel that takes a third of the time with many short segments and a tenth more with one long one is chosen, though the
+    long one takes most of the time."""
+    fill(table, short=good, long=lambda *args: good(*args))
+    problem = Problem(VARLEN, "float32", (64, HEADS, DIM), 16, 64)
+    seconds = {"short": (1.1e-3, 2e-4, 1e-5), "long": (1e-3, 3e-4, 3e-5)}
+    asked: dict[str, int] = dict.fromkeys(seconds, 0)
+
+    def timer(call: Any, device: torch.device, give_up_s: float = math.inf) -> float:
+        name = next(name for name in seconds if table[name].run is call.args[0])
+        asked[name] += 1
+        return seconds[name][asked[name] - 1]
+
+    made = choice.measure(problem, CPU, timer, fence_from=2)
+    assert asked == {"short": 3, "long": 3}
+    assert made.kernel == "short"
+    assert made.microseconds["long"] == pytest.approx((1e-3 * 3e-4 * 3e-5) ** (1 / 3) * 1e6, rel=1e-2)
 
 
 def test_problems_are_written_and_read() -> None:

@@ -15,6 +15,7 @@ from vit_compile.backend.padding import (
     MIN_SEGMENTS,
     StaticInputs,
     cut,
+    generator_on,
     neutral,
     overlaps,
     padded_env,
@@ -256,6 +257,15 @@ def test_integer_rows_are_poisoned_with_legal_values() -> None:
     assert len(set(ids[5:].tolist())) > 1
     statics.clean()
     assert ids[5:].tolist() == [0] * 11
+
+
+def test_values_are_made_where_they_go() -> None:
+    """Elsewhere a generator seeds one there, each time another, and the same ones in the same order for the same seed."""
+    here, elsewhere = torch.Generator().manual_seed(3), torch.device("cpu", 0)  # which is not "cpu"
+    assert generator_on(torch.device("cpu"), here) is here
+    seeds = [[generator_on(elsewhere, g).initial_seed() for _ in range(3)] for g in (here, torch.Generator().manual_seed(3))]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 3
 
 
 def test_padding_values_by_role(found: Traced) -> None:

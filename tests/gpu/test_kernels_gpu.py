@@ -13,7 +13,7 @@ import vit_compile
 from tests import towers
 from tests.gpu.test_runtime_gpu import TOLERANCE, exact, managed, reference, request, worst
 from tests.gpu.test_varlen_gpu import END, LENGTHS, cu, expected, qkv
-from vit_compile.attention import admission, choice, fence, kernels, one_segment
+from vit_compile.attention import admission, choice, fence, kernels, one_segment, triton_kernel
 from vit_compile.attention.problem import DENSE, VARLEN, Problem, varlen_problem
 from vit_compile.backend.cuda import seconds_captured
 from vit_compile.backend.passes.linear_activation import linear_activation
@@ -93,6 +93,53 @@ def test_cudnn_with_one_segment_is_admitted(dtype: torch.dtype, dim: int) -> Non
     assert "cudnn-one-segment" + admission.FENCED in admission.candidates(problem, CUDA, fence_from=1)[0]
 
 
+@pytest.mark.parametrize("name", list(triton_kernel.BLOCKS))
+@pytest.mark.parametrize("dim", [24, 64, 72, 88, 128])
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_own_kernel(dtype: torch.dtype, dim: int, name: str) -> None:
+    """Segments around the sizes of its blocks, empty ones, room for any number of them, any length of the tail: the reference's
+    numbers, zeros behind, NaN behind changes no bit, and a captured graph follows its boundaries."""
+    scale, limit = dim**-0.5, {torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    run = triton_kernel.runner(name)
+    for lengths, room in (
+        ([1], 1),
+        ([63, 64, 65, 0, 127, 128, 129, 1], 8),
+        ([0, 0, 700, 0], 16),
+        ([17] * 40, 64),
+        ([5] * 90, 1000),
+        ([3, 200], 4096 if dim == 72 else 2),  # each room that there is code for is a compile
+        ([0], 3),
+    ):
+        end = sum(lengths)
+        ends = [sum(lengths[: n + 1]) for n in range(len(lengths))]
+        boundaries = torch.tensor([0, *ends, *[end] * (room - len(lengths))], dtype=torch.int32, device=CUDA)
+        for behind in (0, 1, 300):
+            rows = max(1, end + behind)
+            packed = torch.stack(qkv(dim, dtype, rows), dim=1)
+            out = run(*packed.unbind(1), boundaries, rows, scale)
+            if end:
+                want = expected([x[:end] for x in packed.unbind(1)], boundaries, scale)[:end]
+                torch.testing.assert_close(out[:end].double().cpu(), want, atol=limit, rtol=0)
+            assert out.is_contiguous()
+            assert not out[end:].any()
+            packed[end:] = float("nan")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = run(*packed.unbind(1), boundaries, rows, scale)
+            captured.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(captured, out)
+            if end > 1:
+                kept = boundaries.clone()
+                boundaries.fill_(end)
+                boundaries[0] = 0
+                packed[end:] = 0
+                graph.replay()
+                want = expected([x[:end] for x in packed.unbind(1)], boundaries[:2], scale)[:end]
+                torch.testing.assert_close(captured[:end].double().cpu(), want, atol=limit, rtol=0)
+                boundaries.copy_(kept)
+
+
 @pytest.mark.parametrize("dim", [64, 72, 80])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 def test_the_fence(dtype: torch.dtype, dim: int) -> None:
@@ -154,7 +201,9 @@ def test_dense_attention_is_measured(dtype: torch.dtype) -> None:
         torch.testing.assert_close(got.double(), want, atol=2e-2, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("attention", ["auto", "default", "flash", "efficient", "dense", "cudnn-one-segment", "fa4"])
+@pytest.mark.parametrize(
+    "attention", ["auto", "default", "flash", "efficient", "dense", "cudnn-one-segment", "triton-64", "triton-128", "fa4"]
+)
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_the_manager_serves_with_every_kernel(mode: str, attention: str) -> None:
     """Features are the tower's with every kernel, the choice is in the snapshot, and what cannot serve is told."""
@@ -171,6 +220,8 @@ def test_the_manager_serves_with_every_kernel(mode: str, attention: str) -> None
             assert rows
         if attention == "auto":
             assert all(row["kernel"] in row["microseconds"] for row in rows)
+        if attention.startswith("triton"):
+            assert {row["kernel"] for row in rows} == {attention}, rows
 
 
 @pytest.mark.parametrize("capacities", [(1,), ()])
@@ -178,7 +229,7 @@ def test_the_manager_serves_with_padding_columns(capacities: tuple[int, ...]) ->
     """With the pass: every kernel still gives the tower's features, and the choice is made for the wide form."""
     dtype = torch.bfloat16
     sizes = {"capacities": capacities, "passes": PASS_NAMES}
-    for attention in ("auto", "default", "flash", "cudnn-one-segment"):
+    for attention in ("auto", "default", "flash", "cudnn-one-segment", "triton-64"):
         manager, _, twin = managed(dtype=dtype, mode="compiled", attention=attention, **sizes)
         with manager:
             for images in ([(1, 8, 8)], [(1, 4, 4), (1, 6, 8), (1, 2, 2)]):

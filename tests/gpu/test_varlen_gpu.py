@@ -33,7 +33,7 @@ def cu(lengths: list[int], capacity: int | None = None) -> torch.Tensor:
 
 def expected(inputs: list[torch.Tensor], cu_seqlens: torch.Tensor, scale: float) -> torch.Tensor:
     """The CPU kernel in float64, which tests/attention checks against a plain loop."""
-    return reference.forward(*(x.double().cpu() for x in inputs), cu_seqlens.cpu(), ROWS, scale)
+    return reference.forward(*(x.double().cpu() for x in inputs), cu_seqlens.cpu(), inputs[0].shape[0], scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -365,7 +365,7 @@ def test_examples_for_trials(build: Builder) -> None:
 def test_defaults() -> None:
     """Budgets for photographs, clips of 32 frames, tight graphs for one image and for several."""
     table = PackedGridTable(towers.tiny_qwen2_vl())
-    assert (table.token_range, table.max_frames_per_video, tuple(table.segment_capacities)) == ((64, 4096), 32, (1, 4, 16, 64))
+    assert (table.token_range, table.max_frames_per_video, tuple(table.segment_capacities)) == ((64, 4096), 32, (1, 16, 64))
 
 
 @pytest.mark.parametrize("grid", [(1, 4, 6), (3, 2, 8)])

@@ -95,7 +95,7 @@ def test_a_good_graph_is_compared_only_until_it_has_shown_everything(monkeypatch
         ([(1, 8, 8)], 0),
         ([(1, 4, 4)], 1),  # padding
         ([(1, 2, 4)], 0),
-        ([(1, 4, 4), (1, 4, 4)], 2),  # the graph for four segments: padding and company at once
+        ([(1, 4, 4), (1, 4, 4)], 2),  # the graph for 16 segments: padding and company at once
         ([(1, 2, 4), (1, 4, 4), (1, 2, 2)], 0),
     ):
         eager.clear()
@@ -235,7 +235,6 @@ def test_a_trial_with_one_example_leaves_company_to_be_shown() -> None:
     manager = captured(table, token_budgets=(8,), max_items_per_batch=4, packing="greedy")
     assert {graph.key.axis_keys: graph.unseen for graph in manager._set.graphs.values()} == {
         (1,): set(),
-        (4,): {"company"},
         (16,): {"company"},
     }
     grids: list[toys.Grid] = [(1, 4, 4), (1, 4, 4)]

@@ -57,7 +57,7 @@ def test_the_number_of_graphs_is_at_most_the_limit(most: int) -> None:
     """What `capture()` will try is what it makes."""
     made = manager(packed_table(), max_graphs=most, **GREEDY)
     expected = made.get_num_graphs_to_capture()
-    assert expected == min(most, 14)
+    assert expected == min(most, 10)
     made.capture()
     assert len(made.graphs()) == expected
 

@@ -24,6 +24,7 @@ from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.ladders import Ladders
 from vit_compile.runtime.manager import EncoderCudaGraphManager
 from vit_compile.runtime.planner import EagerCost, PlannedBatch, Planner
+from vit_compile.runtime.replay_times import ReplayTime
 from vit_compile.stats import Skip
 
 TOLERANCE = 1e-5
@@ -338,9 +339,9 @@ def priced(draw: st.DrawFn) -> tuple[Any, ...]:
         **axis,
     )
     steps = {name: draw(ladders(40)) for name in names}
-    ms = st.floats(0.01, 10)
-    graphs: dict[GraphKey, float | None] = {
-        GraphKey(name, step, axes): draw(ms)
+    ms, slopes = st.floats(0.01, 10), st.just(0.0) | st.floats(0, 0.1)
+    graphs: dict[GraphKey, ReplayTime] = {
+        GraphKey(name, step, axes): ReplayTime(draw(ms), draw(slopes), step * step // 2)
         for name in names
         for step in steps[name]
         for axes in ((("few",), ("many",)) if axis else ((),))
@@ -389,7 +390,10 @@ def test_the_predicted_time_is_that_of_what_is_chosen(case: tuple[Any, ...]) -> 
         for path, choice, tokens in zip(paths, batch.choices, batch.tokens, strict=True):
             if isinstance(choice, GraphKey):
                 assert tokens <= choice.token_budget
-                total += graphs[choice] or 0.0
+                counts = [(items[i].tokens_on(path), items[i].frames) for i in batch.indices]
+                time = graphs[choice]
+                squares = sum(count**2 // frames for count, frames in counts) - time.squares
+                total += max(0.0, time.ms + time.slope * squares)
             elif isinstance(choice, Skip):
                 own = eager.get(path)
                 total += tokens * 1e6 if own is None else own.fixed_ms + own.ms_per_token * tokens

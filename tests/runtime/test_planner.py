@@ -16,6 +16,7 @@ from vit_compile.runtime.graphs import GraphKey
 from vit_compile.runtime.item_spec import DEFAULT_PATH, EncoderItemSpec
 from vit_compile.runtime.ladders import Ladders
 from vit_compile.runtime.planner import EagerCost, PlannedBatch, Planner
+from vit_compile.runtime.replay_times import ReplayTime
 from vit_compile.stats import Skip
 
 LADDER = (4, 8, 16)
@@ -45,12 +46,13 @@ def planner(
     look_ahead: bool = False,
     eager: Mapping[str, EagerCost] | None = None,
 ) -> Planner:
-    """A planner over these graphs; without times unless they are given."""
+    """A planner over these graphs; without times unless they are given, and then the same for every layout."""
     declaration = declare() if declaration is None else declaration
+    known = graphs if isinstance(graphs, Mapping) else dict.fromkeys(graphs)
     return Planner(
         declaration,
         Ladders(dict.fromkeys(declaration.paths, ladder), max_items, max_frames),
-        graphs if isinstance(graphs, Mapping) else dict.fromkeys(graphs),
+        {key: None if ms is None else ReplayTime(ms) for key, ms in known.items()},
         skips or {},
         by_cost=by_cost,
         look_ahead=look_ahead,

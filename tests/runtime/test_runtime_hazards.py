@@ -30,6 +30,7 @@ from vit_compile.runtime.graphs import EncoderGraph, GraphKey
 from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.manager import EncoderCudaGraphManager
 from vit_compile.runtime.planner import EagerCost
+from vit_compile.runtime.replay_times import ReplayTime
 from vit_compile.runtime.table import ItemSize
 
 TOLERANCE = 1e-5
@@ -489,14 +490,14 @@ def test_hazard_16_rows_follow_the_budget(table: toys.PackedTable) -> None:
 
 def test_hazard_17_tight_boundaries(table: toys.PackedTable) -> None:
     """A batch takes the graph with the tightest room for its segments, not the loosest."""
-    manager = toys.captured(table, token_budgets=(16,), max_items_per_batch=8, max_frames_per_batch=32, **GREEDY)
+    manager = toys.captured(table, token_budgets=(32,), max_items_per_batch=8, max_frames_per_batch=32, **GREEDY)
     for images, clips, room in (
         ([(1, 4, 4)], [], 1),
-        ([(1, 4, 4)] * 2, [], 4),
-        ([(1, 2, 2)] * 4, [], 4),
-        ([(1, 2, 2)] * 5, [], 16),
-        ([], [(4, 2, 2)], 4),
-        ([], [(5, 2, 2)], 16),
+        ([(1, 4, 4)] * 2, [], 16),
+        ([(1, 2, 2)] * 8, [], 16),
+        ([], [(4, 2, 2)], 16),
+        ([], [(16, 2, 2)], 16),
+        ([], [(20, 2, 2)], 32),
     ):
         with replays() as seen:
             check(manager, table, toys.packed_request(images, clips))
@@ -751,7 +752,7 @@ def test_hazard_32_plans_by_measured_cost(table: toys.PackedTable) -> None:
         (1.0, 9.0, EagerCost(2.0, 0.05), []),  # 2 + 48 * 0.05 = 4.4
         (1.0, 9.0, None, [small] * 6),  # never measured: the last resort
     ):
-        manager._set.graphs[small].predicted_ms, manager._set.graphs[large].predicted_ms = small_ms, large_ms
+        manager._set.graphs[small].time, manager._set.graphs[large].time = ReplayTime(small_ms), ReplayTime(large_ms)
         manager._planner = manager._new_planner(None if eager is None else {"main": eager})
         before = misses(manager).get("eager-cheaper", 0)
         with replays() as seen:

@@ -26,11 +26,19 @@ from vit_compile.runtime import graphs, known_costs
 from vit_compile.runtime.config import EncoderConfig
 from vit_compile.runtime.known_costs import Costs, fingerprint
 from vit_compile.runtime.manager import EncoderCudaGraphManager
+from vit_compile.runtime.replay_times import ReplayTime
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 CONFIG = EncoderConfig(mode="eager", token_budgets=(8, 16), max_items_per_batch=2)
 KEY = ("H200", Problem(VARLEN, "bfloat16", (64, 16, 72), 4, 64), 2)
+
+
+class Squares(PackedTable):
+    """Its example items are as long as they may be."""
+
+    def example_key(self, tokens: int) -> tuple[int, int, int]:
+        return (1, 2, 2 * tokens)
 
 
 def captured(config: EncoderConfig = CONFIG) -> dict[int, float]:
@@ -84,7 +92,7 @@ def test_loaded_times_are_taken_not_measured(tmp_path: Path, monkeypatch: pytest
     vit_compile.load_cache(path)
     measured: list[Any] = []
     monkeypatch.setattr(graphs, "least_ms", lambda *args, **kwargs: (1.0, measured.append(args) or 123.0))
-    known = {int(re.findall(r"(\d+) tokens", label)[0]): ms for label, ms in written["graphs"].items()}
+    known = {int(re.findall(r"(\d+) tokens", label)[0]): ms for label, (ms, _, _) in written["graphs"].items()}
     assert captured() == known
     assert not measured
     assert captured(replace(CONFIG, token_budgets=(8, 12, 16)))[12] == 123.0
@@ -133,8 +141,13 @@ def test_a_damaged_cache_is_ignored(tmp_path: Path, member: str, content: str) -
 def test_times_that_are_none(tmp_path: Path, value: str) -> None:
     """A plan made with them would send everything to eager: such a file is damaged."""
     path = saved(tmp_path)
-    rewritten(path, "costs.json", '{"abc": {"graphs": {"main 8 tokens": VALUE}, "eager": {}}}'.replace("VALUE", value))
-    assert "damaged" in str(vit_compile.load_cache(path).reason)
+    for time in ("[VALUE, 0.0, 32]", "[1.5, VALUE, 32]", "[1.5, 0.0, VALUE]", "[1.5, VALUE]", "VALUE"):
+        rewritten(
+            path,
+            "costs.json",
+            '{"abc": {"graphs": {"main 8 tokens": TIME}, "eager": {}}}'.replace("TIME", time.replace("VALUE", value)),
+        )
+        assert "damaged" in str(vit_compile.load_cache(path).reason)
     rewritten(path, "costs.json", '{"abc": {"graphs": {}, "eager": {"main": [0.1, 0.2, VALUE]}}}'.replace("VALUE", value))
     assert "damaged" in str(vit_compile.load_cache(path).reason)
     assert nothing_was_loaded()
@@ -223,8 +236,28 @@ def test_fingerprints() -> None:
 
 def test_costs_are_written_and_read() -> None:
     """Costs survive JSON."""
-    costs = Costs({"image 8 tokens": 1.5}, {"image": (0.5, 0.001, 2.0)})
+    graphs = {"image 8 tokens": ReplayTime(1.5, 1 / 3, 32), "image 16 tokens": ReplayTime(2.0)}
+    costs = Costs(graphs, {"image": (0.5, 0.001, 2.0)})
     assert Costs.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
+
+
+def test_times_by_layout_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process predicts what this one measured: a slope and the squares that belong to it come back in the graphs."""
+    config = replace(CONFIG, token_budgets=(32,), max_items_per_batch=4, max_frames_per_batch=0)
+    milliseconds = iter((3.0, 5.0))  # of many items, then of few
+    monkeypatch.setattr(graphs, "least_ms", lambda *args, **kwargs: (0.0, next(milliseconds)))
+
+    def times() -> list[ReplayTime | None]:
+        table = Squares(PackedTower().eval(), segment_capacities=())
+        with EncoderCudaGraphManager(table, config, device="cpu", dtype=torch.float32) as manager:
+            return [graph.time for graph in manager._set.graphs.values()]
+
+    measured = times()
+    assert measured == [ReplayTime(5.0, 2.0 / (2 * 16**2 - 4 * 8**2), 2 * 16**2)]
+    vit_compile.save_cache(tmp_path / "start.cache")
+    known_costs.forget()
+    assert vit_compile.load_cache(tmp_path / "start.cache").used
+    assert times() == measured, "and nothing was measured: there are no more milliseconds"
 
 
 _PROCESS = """

@@ -611,9 +611,8 @@ def test_paths_without_boundaries_have_no_tight_graphs() -> None:
     ("options", "graphs", "items"),
     [
         ({"max_items_per_batch": 1, "max_frames_per_batch": 0}, [(1,)], 1),
-        ({"max_items_per_batch": 3, "max_frames_per_batch": 0}, [(1,), (4,)], 3),
-        ({"max_items_per_batch": 4, "max_frames_per_batch": 0}, [(1,), (4,)], 4),
-        ({"max_items_per_batch": 5, "max_frames_per_batch": 0}, [(1,), (4,), (16,)], 5),
+        ({"max_items_per_batch": 3, "max_frames_per_batch": 0}, [(1,), (16,)], 3),
+        ({"max_items_per_batch": 16, "max_frames_per_batch": 0}, [(1,), (16,)], 8),
     ],
 )
 def test_small_limits_still_replay(options: dict[str, Any], graphs: list[Any], items: int) -> None:

@@ -16,6 +16,7 @@ from tests.runtime import toys
 from tests.runtime.toys import captured, largest_difference, manager, packed_reference, packed_request, packed_table
 from vit_compile.backend.roles import Role
 from vit_compile.errors import ProtocolError
+from vit_compile.runtime import table_trials
 from vit_compile.runtime.capture_inputs import EncoderCudaGraphCaptureInputs
 from vit_compile.runtime.table import Buffer, ItemSize
 from vit_compile.runtime.table_encoder import TableEncoder
@@ -127,6 +128,99 @@ def test_a_trial_after_batches_and_garbage_is_clean() -> None:
     assert set(inputs.values["cu_seqlens"][2:].tolist()) == {16}
     assert made.fill_encoder_cudagraph_buffers(inputs.state, request, [0], "main")
     assert torch.equal(inputs.values["pixels"], request["pixel_values"])
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the random rows that trials of example items make from now on."""
+    made, real = [], table_trials.random_values
+
+    def random_values(shape: tuple[int, ...], *args: Any) -> torch.Tensor:
+        made.append(shape)
+        return real(shape, *args)
+
+    monkeypatch.setattr(table_trials, "random_values", random_values)
+    return made
+
+
+def test_rows_of_a_trial_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all fills with one seed, whatever is behind them; others for other items, another seed, and after the trial."""
+    shapes = counted(monkeypatch)
+    made, inputs, _ = tried(Example(), 8)
+    first = inputs.values["pixels"][:32].clone()
+    pair = [(16, toys.CHANNELS)] * 2
+    for kind in ("small", "large", None):
+        made.fill_encoder_cudagraph_trial(inputs.state, "main", 8, kind)
+        assert torch.equal(inputs.values["pixels"][:32], first)
+    assert shapes == pair
+    made.fill_encoder_cudagraph_trial(inputs.state, "main", 4, None)
+    assert shapes == pair + [(8, toys.CHANNELS)] * 2
+    made.fill_encoder_cudagraph_trial(inputs.state, "main", 8, None, seed=1)
+    assert not torch.equal(inputs.values["pixels"][:32], first)
+    made.fill_encoder_cudagraph_trial(inputs.state, "main", 8, None)
+    assert torch.equal(inputs.values["pixels"][:32], first), "the same numbers for the same seed"
+    made.forget_encoder_cudagraph_trial(inputs.state)
+    assert torch.equal(inputs.values["pixels"][:32], first), "the buffers stay"
+    shapes.clear()
+    made.fill_encoder_cudagraph_trial(inputs.state, "main", 8, None)
+    assert torch.equal(inputs.values["pixels"][:32], first)
+    assert shapes == pair
+
+
+@pytest.mark.parametrize("packing", ["greedy", "cost"])
+def test_nothing_of_a_trial_is_kept(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each graph's trial makes the rows of its two items once; after the capture, and after timing, none are held."""
+    shapes = counted(monkeypatch)
+    made = captured(Example(segment_capacities=()), token_budgets=(8, 64), packing=packing, max_items_per_batch=2)
+    assert shapes[:4] == [(64, toys.CHANNELS)] * 2 + [(8, toys.CHANNELS)] * 2
+    assert (len(shapes) == 4) == (packing == "greedy")
+    assert all(not graph.inputs.state.trial for graph in made._set.graphs.values())
+
+
+@pytest.mark.parametrize("fails", ["in the trial", "with garbage", "alone"])
+def test_nothing_is_kept_of_a_trial_that_fails(fails: str) -> None:
+    """Whether the forward raises or mixes rows: the refused graph's rows go as well."""
+    states = []
+
+    class Failing(Example):
+        def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
+            pixels = values["pixels"]
+            if (fails == "in the trial" and bool(pixels.any())) or (fails == "alone" and len(pixels) < 64):
+                raise RuntimeError("no")
+            made = super().forward(path, values)
+            return made + pixels[-1].sum() if fails == "with garbage" else made
+
+    made = manager(Failing(segment_capacities=()), token_budgets=(16,), packing="greedy")
+    real = made.model.prepare_encoder_cudagraph_capture_inputs
+
+    def noted(*args: Any) -> EncoderCudaGraphCaptureInputs:
+        inputs = real(*args)
+        states.append(inputs.state)
+        return inputs
+
+    made.model.prepare_encoder_cudagraph_capture_inputs = noted  # type: ignore[method-assign]
+    made.capture()
+    assert bool(made.graphs()) == (fails == "alone")
+    assert states
+    assert not any(state.trial for state in states)
+
+
+def test_a_forward_may_write_into_what_it_gets_alone() -> None:
+    """The rows of the next fill are those of the first all the same."""
+    made, inputs, _ = tried(Example(), 8)
+    first = inputs.values["pixels"][:32].clone()
+    for item in made.encoder_cudagraph_trial_values(inputs.state, "main"):
+        item["pixels"].fill_(7)
+    made.fill_encoder_cudagraph_trial(inputs.state, "main", 8, None)
+    assert torch.equal(inputs.values["pixels"][:32], first)
+
+
+def test_garbage_is_not_the_real_rows_again() -> None:
+    """A forward that compares rows would not see it."""
+    made, inputs, _ = tried(Example(), 8)
+    made.fill_encoder_cudagraph_trial(inputs.state, "main", 8, "small")
+    rows = inputs.values["pixels"]
+    assert bool((rows[32:] != 0).all())
+    assert not bool((rows[32:].flatten()[:, None] == rows[:32].flatten()).any())
 
 
 def test_right_towers_are_captured_whole() -> None:

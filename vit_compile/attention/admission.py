@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import current_flash_attention_impl
 
-from vit_compile.attention import kernels, one_segment, packages, reference
+from vit_compile.attention import kernels, one_segment, packages, reference, triton_kernel
 from vit_compile.attention.fence import fenced
 from vit_compile.attention.problem import VARLEN, WIDE, Problem
 from vit_compile.attention.tail import zero_tail_
@@ -171,6 +171,10 @@ VARLEN_KERNELS: dict[str, Kernel] = {
             finite_tail=True,
             one_segment=True,
             wide_run=one_segment.cudnn_of_wide,
+        ),
+        *(
+            Kernel(name, run, triton_kernel.why_not, finite_tail=True, wide_run=run)
+            for name, run in ((name, triton_kernel.runner(name)) for name in triton_kernel.BLOCKS)
         ),
         Kernel("active-flash", kernels.flash, _active_why_not),
         *(Kernel(name, packages.runner(name), _package_why_not(name)) for name in ("fa4", "fa3", "fa2")),

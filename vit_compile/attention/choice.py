@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,7 +42,8 @@ class Choice:
 
     kernel: str
     microseconds: dict[str, float] = field(default_factory=dict)
-    """Of one call, by kernel; a varlen problem is timed with its fewest and its most segments, and this is the mean."""
+    """Of one call, by kernel; a varlen problem is timed with several `layouts`, and this is the geometric mean: whoever is faster
+    in one by the factor by which it is slower in another is as good."""
     refused: dict[str, str] = field(default_factory=dict)
     """Why other kernels could not serve it."""
 
@@ -208,7 +210,7 @@ def measure(problem: Problem, device: torch.device, timer: Timer, *, fence_from:
         except Exception as error:
             refused[name] = f"fails here: {type(error).__name__}: {first_line(error)}"
         else:
-            times[name] = sum(seconds) / len(seconds) * 1e6
+            times[name] = statistics.geometric_mean(seconds) * 1e6
             best = list(map(min, best, seconds))
     fastest = min(times, key=lambda name: times[name]) if times else ""
     return Choice(fastest, {name: round(time, 2) for name, time in times.items()}, refused)

@@ -67,17 +67,19 @@ def dense_problem(q: torch.Tensor, k: torch.Tensor, *, causal: bool) -> Problem:
 
 
 def layouts(problem: Problem) -> tuple[list[int], ...]:
-    """Boundaries to time a varlen problem with: the fewest segments that its bound allows, and as many as it has room for.
+    """Boundaries to time a varlen problem with: as few segments as its bound allows, as many as it has room for, and a number
+    between (the geometric mean).
 
     With room for one: a full one, and one of `PARTLY_FULL` of the rows, since some kernels compute the padding and some do not.
-    Which of the two a replay meets is not known at capture; a kernel is chosen by both.
+    Which of these a replay meets is not known at capture; a kernel is chosen by all.
     """
     rows, room = problem.shape[0], max(1, problem.segments)
     if room == 1:
         full = min(rows, problem.max_seqlen)
         return [0, full], [0, max(1, int(full * PARTLY_FULL))]
-    fewest = min(room, max(1, math.ceil(rows / max(1, problem.max_seqlen))))
-    return tuple(_even(min(rows, parts * problem.max_seqlen), parts, room) for parts in dict.fromkeys((fewest, min(room, rows))))
+    fewest, most = min(room, max(1, math.ceil(rows / max(1, problem.max_seqlen)))), min(room, rows)
+    counts = (fewest, max(fewest, round(math.sqrt(fewest * most))), most)
+    return tuple(_even(min(rows, parts * problem.max_seqlen), parts, room) for parts in dict.fromkeys(counts))
 
 
 def _even(rows: int, parts: int, room: int) -> list[int]:

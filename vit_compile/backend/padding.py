@@ -242,18 +242,27 @@ def overlaps(program: Program, roles: RoleTable, env: Env) -> InputRole | None:
     return None
 
 
+def generator_on(device: torch.device, generator: torch.Generator) -> torch.Generator:
+    """The generator, or one on the device that it seeds: millions of values are slow to make elsewhere and to copy."""
+    if generator.device == device:
+        return generator
+    seed = torch.randint(1 << 62, (), generator=generator, device=generator.device)
+    return torch.Generator(device).manual_seed(int(seed))
+
+
 def _garbage(tail: torch.Tensor, buffer: PaddedBuffer, kind: str, generator: torch.Generator) -> torch.Tensor:
+    generator = generator_on(tail.device, generator)
     if tail.dtype == torch.bool:
-        return torch.randint(0, 2, tail.shape, generator=generator).to(device=tail.device, dtype=torch.bool)
+        return torch.randint(0, 2, tail.shape, generator=generator, device=tail.device, dtype=torch.bool)
     if not tail.dtype.is_floating_point and not tail.dtype.is_complex:
         real = buffer.tensor.narrow(buffer.dim, 0, buffer.dirty)
-        picks = torch.randint(0, buffer.dirty, (tail.shape[buffer.dim],), generator=generator)
-        return real.index_select(buffer.dim, picks.to(tail.device))
+        picks = torch.randint(0, buffer.dirty, (tail.shape[buffer.dim],), generator=generator, device=tail.device)
+        return real.index_select(buffer.dim, picks)
     if kind == "nan":
         return torch.full_like(tail, math.nan)
     scale = 1.0 if kind == "small" else 1e4
-    noise = torch.randn(tail.shape, generator=generator, dtype=torch.float32) * scale
-    return noise.clamp(-6e4, 6e4).to(device=tail.device, dtype=tail.dtype)
+    noise = torch.randn(tail.shape, generator=generator, device=tail.device, dtype=torch.float32)
+    return noise.mul_(scale).clamp_(-6e4, 6e4).to(tail.dtype)
 
 
 def randomised(args: Sequence[Any], roles: RoleTable) -> list[Any]:
@@ -262,7 +271,8 @@ def randomised(args: Sequence[Any], roles: RoleTable) -> list[Any]:
     for role in roles.inputs:
         value = args[role.arg]
         if role.role is Role.ROWS and value.dtype.is_floating_point:
-            noise = torch.randn(value.shape, generator=generator, dtype=torch.float32)
+            own = generator_on(value.device, generator)
+            noise = torch.randn(value.shape, generator=own, device=value.device, dtype=torch.float32)
             result[role.arg] = torch.empty_like(value).copy_(noise)
     return result
 

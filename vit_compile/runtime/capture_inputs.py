@@ -53,7 +53,7 @@ class BudgetGraphMetadata:
     """Device memory that the capture added, its buffers included."""
     capture_seconds: float
     predicted_ms: float | None = None
-    """Time of one replay, measured after capture; None where it was not measured."""
+    """Time of one replay with few long items, measured after capture; None where it was not measured."""
     replays: int = 0
     buffers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the input buffers."""

@@ -77,7 +77,7 @@ class CaptureWork:
         if graphs.recorder is not None:  # elsewhere a replay saves nothing, so eager is no rival
             eager = {path: EagerCost(*cost) for path, cost in known.eager.items() if path in self._declaration.paths}
             eager |= self._time_eager(graphs, [path for path in self._declaration.paths if path not in eager])
-        times = {graph.label: graph.predicted_ms for graph in graphs.graphs.values() if graph.predicted_ms is not None}
+        times = {graph.label: graph.time for graph in graphs.graphs.values() if graph.time is not None}
         lines = {path: (cost.fixed_ms, cost.ms_per_token, cost.least_ms) for path, cost in eager.items()}
         known_costs.note(name, known_costs.Costs(times, lines))
         return eager

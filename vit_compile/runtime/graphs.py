@@ -24,7 +24,8 @@ from vit_compile.errors import ProtocolError
 from vit_compile.runtime.capture_inputs import EncoderCudaGraphCaptureInputs
 from vit_compile.runtime.graph_config import AxisKeys
 from vit_compile.runtime.phases import FIRST_RUNS, KERNELS, RECORDING, TRIALS, WARM_UP, Phases
-from vit_compile.runtime.protocol import SupportsEncoderCudaGraph, SupportsPaddingTrial
+from vit_compile.runtime.protocol import KeepsTrialData, SupportsEncoderCudaGraph, SupportsLayoutTiming, SupportsPaddingTrial
+from vit_compile.runtime.replay_times import FEW_ITEMS, LEAST_MANY_ITEMS, MANY_ITEMS, ReplayTime, through
 from vit_compile.stats import Skip, counters
 
 WARMUP_RUNS = 2
@@ -70,7 +71,8 @@ class EncoderGraph:
         self.nbytes = inputs.nbytes
         self.milliseconds = 0.0
         """Time that capturing took."""
-        self.predicted_ms: float | None = None
+        self.time: ReplayTime | None = None
+        """Of a replay, by its layout; None where it was not measured."""
         self.unseen: set[str] = set()
         """What no real batch has shown yet to be right: "use" at all, "padding" behind the items, "company" of several."""
         self.failed_comparisons = 0
@@ -79,6 +81,11 @@ class EncoderGraph:
     def label(self) -> str:
         """For messages."""
         return str(self.key)
+
+    @property
+    def predicted_ms(self) -> float | None:
+        """Measured milliseconds of a replay with few long items."""
+        return None if self.time is None else self.time.ms
 
     def _run(self) -> torch.Tensor:
         return self._forward(self.inputs.values, self.key.path)
@@ -227,9 +234,17 @@ class GraphSet:
         if written is not None or not isinstance(self._model, SupportsPaddingTrial):
             graph.unseen = {"use", "padding", "company"}
             return written
-        unsafe = self._try_padding(self._model, graph)
-        graph.unseen = {"use", "padding", "company"}.difference(self._model.encoder_cudagraph_trial_shows(graph.inputs.state))
+        try:
+            unsafe = self._try_padding(self._model, graph)
+            shown = self._model.encoder_cudagraph_trial_shows(graph.inputs.state)
+        finally:
+            self._forget_trial(graph)
+        graph.unseen = {"use", "padding", "company"}.difference(shown)
         return unsafe
+
+    def _forget_trial(self, graph: EncoderGraph) -> None:
+        if isinstance(self._model, KeepsTrialData):
+            self._model.forget_encoder_cudagraph_trial(graph.inputs.state)
 
     def _try_padding(self, model: SupportsPaddingTrial, graph: EncoderGraph) -> Skip | None:
         """Real rows must be those of each item alone, and different garbage in the padding must leave every bit of them."""
@@ -261,19 +276,37 @@ class GraphSet:
             return None
 
     @torch.no_grad()
-    def time_graphs(self, known: Mapping[str, float]) -> None:
-        """Measure one replay of each graph, in wall milliseconds with synchronisation: what plans are chosen by.
+    def time_graphs(self, known: Mapping[str, ReplayTime]) -> None:
+        """Measure replays of each graph, in wall milliseconds with synchronisation: what plans are chosen by.
 
         Args:
-            known: milliseconds by a graph's label: these are taken, not measured.
+            known: times by a graph's label: these are taken, not measured.
         """
         for graph in self.graphs.values():
-            if graph.label in known:
-                graph.predicted_ms = known[graph.label]
-                continue
+            time_of = known.get(graph.label)
+            graph.time = self._measured(graph) if time_of is None else time_of
+
+    def _measured(self, graph: EncoderGraph) -> ReplayTime:
+        """With few long items, and, where there is room, with many short ones. The few come last: they stay in the buffers, where
+        eager runs are timed on them."""
+        try:
+            many = self._measured_layout(graph, LEAST_MANY_ITEMS, MANY_ITEMS)
+            few = None if many is None else self._measured_layout(graph, 1, FEW_ITEMS)
+            if many is not None and few is not None:
+                return through(few, many)
             if isinstance(self._model, SupportsPaddingTrial):
                 self._model.fill_encoder_cudagraph_trial(graph.inputs.state, graph.key.path, graph.key.token_budget, None)
-            graph.predicted_ms = least_ms(graph.replay, self._device)[1]
+            return ReplayTime(least_ms(graph.replay, self._device)[1])
+        finally:
+            self._forget_trial(graph)
+
+    def _measured_layout(self, graph: EncoderGraph, least: int, most: int) -> ReplayTime | None:
+        """With so many items that fill the graph; None where the model makes no such layout."""
+        if not isinstance(self._model, SupportsLayoutTiming):
+            return None
+        key = graph.key
+        squares = self._model.fill_encoder_cudagraph_layout(graph.inputs.state, key.path, key.token_budget, least, most)
+        return ReplayTime(least_ms(graph.replay, self._device)[1], 0.0, squares) if squares else None
 
     def drop(self) -> None:
         """Let go of all graphs, buffers and the pool."""

@@ -19,23 +19,26 @@ from torch import nn
 from vit_compile.attention.choice import device_name
 from vit_compile.options import BackendOptions
 from vit_compile.runtime.config import EncoderConfig
+from vit_compile.runtime.replay_times import ReplayTime
 
 MOST_MS = 1e6
+MOST_SQUARES = 1 << 60
 
 
 @dataclass(slots=True)
 class Costs:
     """Times of one encoder."""
 
-    graphs: dict[str, float] = field(default_factory=dict)
-    """Milliseconds of a replay, by `str(GraphKey)`."""
+    graphs: dict[str, ReplayTime] = field(default_factory=dict)
+    """Times of a replay, by `str(GraphKey)`."""
 
     eager: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     """By path: milliseconds of an eager run that do not depend on its tokens, of each token, and the least that a run takes."""
 
     def as_dict(self) -> dict[str, Any]:
         """Fit for JSON."""
-        return {"graphs": dict(self.graphs), "eager": {path: list(cost) for path, cost in self.eager.items()}}
+        graphs = {label: [time.ms, time.slope, time.squares] for label, time in self.graphs.items()}
+        return {"graphs": graphs, "eager": {path: list(cost) for path, cost in self.eager.items()}}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Costs:
@@ -45,7 +48,11 @@ class Costs:
             TypeError, ValueError, KeyError: it is something else.
         """
         eager = {str(path): (_time(base), _time(slope), _time(least)) for path, (base, slope, least) in given["eager"].items()}
-        return cls({str(key): _time(ms) for key, ms in given["graphs"].items()}, eager)
+        graphs = {
+            str(label): ReplayTime(_time(ms), _time(slope), _squares(squares))
+            for label, (ms, slope, squares) in given["graphs"].items()
+        }
+        return cls(graphs, eager)
 
 
 def _time(value: object) -> float:
@@ -54,6 +61,13 @@ def _time(value: object) -> float:
     if not 0 <= found <= MOST_MS:
         raise ValueError(f"{value!r} is no time in milliseconds")
     return found
+
+
+def _squares(value: object) -> int:
+    """The squares of a layout."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_SQUARES:
+        raise ValueError(f"{value!r} is no sum of squares")
+    return value
 
 
 _measured: dict[str, Costs] = {}

@@ -174,7 +174,7 @@ class EncoderCudaGraphManager:
         return Planner(
             self.declaration,
             self.ladders,
-            {key: graph.predicted_ms for key, graph in self._set.graphs.items()},
+            {key: graph.time for key, graph in self._set.graphs.items()},
             self._set.skips,
             by_cost=self.config.packing == "cost",
             look_ahead=self.config.look_ahead,
@@ -293,7 +293,10 @@ class EncoderCudaGraphManager:
 
     def _may_run_ahead(self, watch: WeightWatch) -> bool:
         """What a replay reads is where it was, and nothing speaks against the graphs so far."""
-        return self.config.enabled and not self._was_changed and not watch.training() and not watch.moved()
+        if not self.config.enabled or self._was_changed:
+            return False
+        # Without a graph a replay runs the modules, which in train mode may count their calls.
+        return not (self._set.recorder is None and watch.training()) and not watch.moved()
 
     def _ahead(
         self,

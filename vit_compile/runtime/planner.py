@@ -13,6 +13,7 @@ from vit_compile.runtime.graph_config import AxisKeys, EncoderCudaGraphConfig
 from vit_compile.runtime.graphs import SEES_OTHERS, GraphKey
 from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.ladders import Ladders
+from vit_compile.runtime.replay_times import ReplayTime, candidates, squares_of
 from vit_compile.stats import Skip
 
 _CACHED_PLANS = 4096
@@ -57,7 +58,7 @@ class Planner:
         self,
         declaration: EncoderCudaGraphConfig,
         ladders: Ladders,
-        graphs: Mapping[GraphKey, float | None],
+        graphs: Mapping[GraphKey, ReplayTime | None],
         skips: Mapping[GraphKey, Skip],
         *,
         by_cost: bool,
@@ -69,24 +70,22 @@ class Planner:
         self._by_cost, self._look_ahead = by_cost, look_ahead
         self._eager = eager or {}
         self._steps: dict[tuple[str, AxisKeys], list[int]] = {}
-        self._cheapest: dict[tuple[str, AxisKeys], list[tuple[float, int]]] = {}
+        self._candidates: dict[tuple[str, AxisKeys], list[list[tuple[int, ReplayTime]]]] = {}
         for key in sorted(graphs, key=lambda k: k.token_budget):
             self._steps.setdefault((key.path, key.axis_keys), []).append(key.token_budget)
         for (path, axes), steps in self._steps.items():
-            costs = [graphs[GraphKey(path, step, axes)] for step in steps]
-            known = [float(step) if cost is None else cost for step, cost in zip(steps, costs, strict=True)]
-            best: list[tuple[float, int]] = []
-            for cost, step in zip(reversed(known), reversed(steps), strict=True):
-                best.append(min((cost, step), best[-1]) if best else (cost, step))
-            self._cheapest[path, axes] = best[::-1]
+            self._candidates[path, axes] = candidates(
+                steps, [graphs[GraphKey(path, step, axes)] or ReplayTime(float(step)) for step in steps]
+            )
+        self._layout_paths = frozenset(key.path for key, time in graphs.items() if time is not None and time.slope > 0)
         captured = {path: sorted({k.token_budget for k in graphs if k.path == path}) for path in self._paths}
         self._ladders = ladders
         # Where nothing is captured the configured ladder still says what one eager batch may hold.
         budgets = tuple(tuple(captured[path]) or ladders.paths[path] for path in self._paths)
         self._limits = packing.Limits(budgets, ladders.max_items, ladders.max_frames or ladders.max_items)
-        # With no axis that looks at single items, two batches of equal totals have one price.
+        # With no axis that looks at single items, two batches of equal totals and squares have one price.
         self._sizes_decide = not declaration.capture_axes or declaration.axis_keys_of_frames is not None
-        self._priced: dict[tuple[tuple[int, ...], int], tuple[float, tuple[int | None, ...]]] = {}
+        self._priced: dict[tuple[tuple[int, ...], int, tuple[int, ...]], tuple[float, tuple[int | None, ...]]] = {}
         self._plans: dict[tuple[EncoderItemSpec, ...], list[PlannedBatch]] = {}
 
     def plan(self, specs: Sequence[EncoderItemSpec]) -> list[PlannedBatch]:
@@ -190,31 +189,54 @@ class Planner:
             raise ProtocolError(f"{chooser} gave {keys!r}: expected one key of each of {axes!r}.")
         return tuple(keys)
 
+    def squares(self, specs: Sequence[EncoderItemSpec]) -> list[list[int]]:
+        """Of every item on each path; none for a path of whose graphs no time depends on them."""
+        return [
+            [squares_of(spec.tokens_on(path), spec.frames) for spec in specs] if path in self._layout_paths else []
+            for path in self._paths
+        ]
+
     def price(
-        self, specs: Sequence[EncoderItemSpec], indices: Sequence[int], tokens: tuple[int, ...], frames: int
+        self,
+        specs: Sequence[EncoderItemSpec],
+        indices: Sequence[int],
+        tokens: tuple[int, ...],
+        frames: int,
+        squares: tuple[int, ...],
     ) -> tuple[float, tuple[int | None, ...]]:
-        """Least predicted time of a batch, and the budget on each path that reaches it (None: eager; 0: nothing to do)."""
+        """Least predicted time of a batch, and the budget on each path that reaches it (None: eager; 0: nothing to do).
+
+        Args:
+            specs: of the request.
+            indices: the items of the batch.
+            tokens: on each path.
+            frames: as packing counts them.
+            squares: of the batch on each path, see `replay_times`.
+        """
         if not self._sizes_decide:
-            return self._price([specs[index] for index in indices], tokens, frames)
-        found = self._priced.get((tokens, frames))
+            return self._price([specs[index] for index in indices], tokens, frames, squares)
+        key = (tokens, frames, squares)
+        found = self._priced.get(key)
         if found is None:
             if len(self._priced) >= _CACHED_PRICES:
                 self._priced.clear()
-            found = self._priced[tokens, frames] = self._price((), tokens, frames)
+            found = self._priced[key] = self._price((), tokens, frames, squares)
         return found
 
     def _price(
-        self, members: Sequence[EncoderItemSpec], tokens: tuple[int, ...], frames: int
+        self, members: Sequence[EncoderItemSpec], tokens: tuple[int, ...], frames: int, squares: tuple[int, ...]
     ) -> tuple[float, tuple[int | None, ...]]:
         total = 0.0
         budgets = []
-        for path, count in zip(self._paths, tokens, strict=True):
-            cost, budget = self._price_on(path, members, count, frames)
+        for path, count, of_layout in zip(self._paths, tokens, squares, strict=True):
+            cost, budget = self._price_on(path, members, count, frames, of_layout)
             total += cost
             budgets.append(budget)
         return total, tuple(budgets)
 
-    def _price_on(self, path: str, members: Sequence[EncoderItemSpec], tokens: int, frames: int) -> tuple[float, int | None]:
+    def _price_on(
+        self, path: str, members: Sequence[EncoderItemSpec], tokens: int, frames: int, squares: int
+    ) -> tuple[float, int | None]:
         if tokens == 0:
             return 0.0, 0
         eager = self._eager[path](tokens) if path in self._eager else tokens * _UNKNOWN_EAGER_FACTOR
@@ -226,15 +248,16 @@ class Planner:
         position = bisect_left(steps, tokens)
         if position == len(steps):
             return eager, None
-        cost, budget = self._cheapest[path, axes][position]
+        cost, budget = min([(time(squares), step) for step, time in self._candidates[path, axes][position]])
         return (cost, budget) if cost <= eager else (eager, None)
 
 
 class _Prices:
-    """What `cost_plans` asks: the price of a batch, over all paths."""
+    """What `cost_plans` asks: the price of a batch, over all paths. For one plan: what belongs to single items is kept."""
 
     def __init__(self, planner: Planner, specs: tuple[EncoderItemSpec, ...]) -> None:
-        self._planner, self._specs = planner, specs
+        self._planner, self._specs, self._squares = planner, specs, planner.squares(specs)
 
     def batch(self, indices: Sequence[int], tokens: tuple[int, ...], frames: int) -> tuple[float, tuple[int | None, ...]]:
-        return self._planner.price(self._specs, indices, tokens, frames)
+        squares = tuple([sum(map(of_item.__getitem__, indices)) if of_item else 0 for of_item in self._squares])
+        return self._planner.price(self._specs, indices, tokens, frames, squares)

@@ -156,3 +156,33 @@ class SupportsPaddingTrial(Protocol):
         What is not named is compared on the first batches of the graph.
         """
         ...
+
+
+@runtime_checkable
+class KeepsTrialData(Protocol):
+    """Optional, beside `SupportsPaddingTrial`: a model that keeps the data of a trial from one fill to the next."""
+
+    def forget_encoder_cudagraph_trial(self, state: Any) -> None:
+        """The trial of this graph is over: let go of what was kept. What is in the buffers stays."""
+        ...
+
+
+@runtime_checkable
+class SupportsLayoutTiming(Protocol):
+    """Optional, beside `SupportsPaddingTrial`: a model whose graphs can be timed with few long and with many short items, for
+    times that depend on the layout of a batch (`vit_compile.runtime.replay_times`)."""
+
+    def fill_encoder_cudagraph_layout(self, state: Any, path: str, tokens: int, least: int, most: int) -> int:
+        """Made-up data of equal items into the buffers, with clean padding: as many as there is room for, and together about
+        as many output tokens as given.
+
+        Args:
+            state: of `EncoderCudaGraphCaptureInputs`.
+            tokens: of all items together, at most.
+            least, most: how many items.
+
+        Returns:
+            The sum over all items of `tokens**2 / frames`, see `replay_times.squares_of`; 0 where so few or so many do not fit,
+            or where no layout matters.
+        """
+        ...

@@ -28,7 +28,7 @@ from vit_compile.runtime import known_costs
 from vit_compile.runtime.known_costs import Costs
 from vit_compile.stats import logger
 
-FORMAT = 2
+FORMAT = 3
 _MANIFEST, _KERNELS, _COSTS, _PIECES = "manifest.json", "attention.json", "costs.json", "pieces/"
 
 

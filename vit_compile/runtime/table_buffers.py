@@ -324,7 +324,9 @@ def _even_boundaries(real: int, segments: int, found: _Field) -> torch.Tensor:
 
 
 def random_values(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Seeded made-up data on the CPU: normal numbers, or zeros and ones."""
+    """Seeded made-up data on the generator's device: normal numbers, or zeros and ones."""
+    device = generator.device
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        return torch.randn(shape, generator=generator, device=device, dtype=wide).to(dtype)
+    return torch.randint(0, 2, shape, generator=generator, device=device).to(dtype)

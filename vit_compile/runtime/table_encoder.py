@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from vit_compile.runtime.graph_config import AxisKeys, EncoderCudaGraphConfig, E
 from vit_compile.runtime.inputs import check_request, check_rows
 from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize
-from vit_compile.runtime.table_buffers import GraphBuffers, Layouts, SharedRows, Slices, exact_values, random_values
+from vit_compile.runtime.table_buffers import GraphBuffers, Layouts, SharedRows, Slices, exact_values
 from vit_compile.runtime.table_items import CACHED_KEYS, MetadataCache, spec_of
+from vit_compile.runtime.table_trials import GraphState, TableTrials
 from vit_compile.runtime.weights import modules_of, tensors_of
 
 ALL_SEGMENTS = 0
@@ -70,6 +71,7 @@ class TableEncoder:
         # Functions of the table, not methods: a cache of its own methods would keep the encoder, and the tower, in a cycle.
         self._spec = functools.lru_cache(CACHED_KEYS)(functools.partial(spec_of, table, self._data))
         self._metadata = MetadataCache(table, self._data, dtype)
+        self._trials = TableTrials(table, self._data, self._spec, self._metadata, device, dtype)
         self._axis = bool(table.segment_capacities) and any(_has_boundaries(p.buffers) for p in table.paths.values())
         _check_table(table, self._data)
 
@@ -270,7 +272,7 @@ class TableEncoder:
         if kept is None or buffers.own_rows:
             kept = self._shared[path] = _Kept(buffers.shared)
         output_tokens = buffers.rows * declared.tokens_per_row // declared.spatial_merge_size**2
-        return EncoderCudaGraphCaptureInputs(buffers.values(), _State(buffers, kept), buffers.nbytes, output_tokens)
+        return EncoderCudaGraphCaptureInputs(buffers.values(), GraphState(buffers, kept), buffers.nbytes, output_tokens)
 
     def fill_encoder_cudagraph_buffers(self, state: Any, mm_kwargs: Mapping[str, Any], indices: Sequence[int], path: str) -> bool:
         """See `SupportsDirectFill`."""
@@ -281,69 +283,23 @@ class TableEncoder:
 
     def fill_encoder_cudagraph_trial(self, state: Any, path: str, tokens: int, kind: str | None, seed: int = 0) -> int:
         """See `SupportsPaddingTrial`: on the metadata of example items where the table has such, else on made-up metadata."""
-        buffers: GraphBuffers = state.buffers
-        generator = torch.Generator().manual_seed(seed)
-        keys = self._example_keys(buffers, path, tokens)
-        state.trial = [(key, self._random_rows(path, key, generator)) for key in keys]
-        if state.trial:
-            buffers.forget_contents()
-            slices = {name: [rows[name] for _, rows in state.trial] for name in self._data[path]}
-            if not buffers.fill(tuple(keys), slices, self._metadata, path):
-                raise ProtocolError(f"example items {keys!r} do not fit the graph of {tokens} tokens that they were made for.")
-            real = sum(self._spec(key)[0].tokens_on(path) for key in keys)
-        else:
-            real = self._made_up(buffers, path, tokens, generator)
-        if kind is not None:
-            buffers.poison(kind, generator)
-        return real
-
-    def _example_keys(self, buffers: GraphBuffers, path: str, tokens: int) -> list[Hashable]:
-        """One or two items for a trial; none where the table gives no example that has something on this path."""
-        for count in (2, 1) if buffers.segments > 1 else (1,):
-            key = self.table.example_key(tokens // count) if tokens // count else None
-            if key is not None:
-                spec = self._spec(key)[0]
-                if 0 < spec.tokens_on(path) <= tokens // count and spec.frames * count <= buffers.segments:
-                    return [key] * count
-        return []
-
-    def _random_rows(self, path: str, key: Hashable, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        made = {}
-        for name in self._data[path]:
-            buffer, rows = self.table.paths[path].buffers[name], self._spec(key)[1][name]
-            made[name] = random_values((rows, *buffer.shape), buffer.dtype or self.dtype, generator).to(self.device)
-        return made
-
-    def _made_up(self, buffers: GraphBuffers, path: str, tokens: int, generator: torch.Generator) -> int:
-        """Half as many segments as there is room for, so that a count of them shows."""
-        declared = self.table.paths[path]
-        step = declared.spatial_merge_size**2
-        real = max(1, min(declared.rows(tokens), buffers.rows))
-        real = max(step, real // step * step)
-        buffers.fill_for_trial(real, max(1, buffers.segments // 2), generator)
-        return real * declared.tokens_per_row // step
+        return self._trials.fill(state, path, tokens, kind, seed)
 
     def encoder_cudagraph_trial_values(self, state: Any, path: str) -> Sequence[Mapping[str, Any]]:
         """See `SupportsPaddingTrial`."""
-        declared = self.table.paths[path]
-        if state.trial:
-            return [
-                exact_values(
-                    declared, (key,), {name: [part] for name, part in rows.items()}, self._metadata, path, self.device, self.dtype
-                )
-                for key, rows in state.trial
-            ]
-        if any(buffer.role is Role.PER_SEGMENT for buffer in declared.buffers.values()):
-            return []  # how many entries belong to made-up segments only the adapter knows
-        buffers: GraphBuffers = state.buffers
-        return [buffers.unpadded_trial()]
+        return self._trials.values(state, path)
 
     def encoder_cudagraph_trial_shows(self, state: Any) -> Collection[str]:
         """See `SupportsPaddingTrial`."""
-        if not state.trial:
-            return ()
-        # On a graph for one segment nobody has company.
-        return ("use", "padding", "company") if len(state.trial) > 1 or state.buffers.segments == 1 else ("use", "padding")
+        return self._trials.shows(state)
+
+    def forget_encoder_cudagraph_trial(self, state: Any) -> None:
+        """See `KeepsTrialData`."""
+        state.trial = []
+
+    def fill_encoder_cudagraph_layout(self, state: Any, path: str, tokens: int, least: int, most: int) -> int:
+        """See `SupportsLayoutTiming`: with example items of the table."""
+        return self._trials.fill_layout(state, path, tokens, least, most)
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: Mapping[str, Any], path: str, axis_keys: AxisKeys
@@ -407,14 +363,6 @@ class _Kept:
     """Keeps shared data buffers for as long as a graph uses them."""
 
     rows: SharedRows
-
-
-@dataclass(eq=False)
-class _State:
-    buffers: GraphBuffers
-    kept: object
-    trial: list[tuple[Hashable, dict[str, torch.Tensor]]] = field(default_factory=list)
-    """Items of the last trial, with their data."""
 
 
 def _data_buffers(table: EncoderTable, path: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_IS_TRAINING = operator.attrgetter("training")
+_IS_TRAINING = operator.itemgetter("training")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _WITHOUT_SWITCHES = frozenset({"torch", "torchvision", "transformers", "transformers_modules", "timm"})
 """Packages whose layers are not switched by attributes once they are built: they are not looked at, which would take long."""
@@ -98,6 +98,7 @@ class Entries:
         self._homes: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._values: list[Any] = []
+        self._empty: list[dict[str, Any]] = []
         self._whole: list[dict[str, Any]] = []
         self._lengths: list[int] = []
 
@@ -109,6 +110,9 @@ class Entries:
 
     def add_all(self, home: dict[str, Any]) -> None:
         """Watch every entry, and that none comes or goes."""
+        if not home:
+            self._empty.append(home)
+            return
         self._whole.append(home)
         self._lengths.append(len(home))
         for name in home:
@@ -121,15 +125,15 @@ class Entries:
             same = all(map(operator.is_, map(operator.getitem, self._homes, self._names), self._values))
         except KeyError:
             return True
-        return not same or list(map(len, self._whole)) != self._lengths
+        return not same or any(self._empty) or list(map(len, self._whole)) != self._lengths
 
 
 class WeightWatch:
     """What the modules consisted of when their graphs were recorded.
 
     Replaced parameters, buffers and submodules are seen (LoRA merges, `load_state_dict(assign=True)`, `.to()`), and so is new
-    memory behind the same parameter. A change of values in place is none: the graphs read it. Costs about 0.1 ms for a tower
-    of 27 layers, and half a microsecond for each setting; nothing on the device is touched.
+    memory behind the same parameter. A change of values in place is none: the graphs read it. Costs some 80 microseconds for a
+    tower of 27 layers, and half a microsecond for each setting; nothing on the device is touched.
 
     Args:
         modules, tensors: see `modules_of` and `tensors_of`.
@@ -146,12 +150,12 @@ class WeightWatch:
         self._entries = Entries()
         self._tensors: list[torch.Tensor] = []
         self._modes: list[nn.Module] = []
-        self._all_modules: list[nn.Module] = []
+        self._attributes: list[dict[str, Any]] = []
         self._loose = {} if tensors is None else dict(tensors)
         for root in modules:
             self._modes.append(root)
             for module in root.modules():
-                self._all_modules.append(module)
+                self._attributes.append(vars(module))
                 for home in (module._parameters, module._buffers, module._modules):
                     self._entries.add_all(home)
                     self._tensors += [value for value in home.values() if isinstance(value, torch.Tensor)]
@@ -204,7 +208,8 @@ class WeightWatch:
 
     def training(self) -> bool:
         """Is one of the modules, or of their children, in train mode?"""
-        return any(map(_IS_TRAINING, self._all_modules))
+        # `train()` and `eval()` write it into every module itself.
+        return any(map(_IS_TRAINING, self._attributes))
 
 
 def train_mode(modules: Iterable[nn.Module]) -> str | None:

@@ -65,7 +65,7 @@ def bench(
         str | None,
         typer.Option(
             "--capacities",
-            help="Segment capacities of vit-full beside the largest, with commas, or none [1,4,16,64; on a CPU none].",
+            help="Segment capacities of vit-full beside the largest, with commas, or none [1,16,64; on a CPU none].",
             show_default=False,
         ),
     ] = None,

@@ -1,0 +1,106 @@
+"""The project's own varlen attention (`varlen_triton.py`): which calls it takes, and how a head and its rows are cut up.
+
+torch's FlashAttention-2 pads a head dim of 72 to 96, launches a block for every part of every slot up to the bound on the longest
+segment, and leaves the rows behind the last one to another kernel. Microseconds of one call inside a graph on an H200 (bfloat16,
+16 heads of 72, q, k and v strided; FlashAttention-2 with the tightest bound, and with the loose one that a graph has; both kinds
+of block):
+
+| rows, slots | FlashAttention-2, tight / loose | 64 / 128 rows a block |
+| --- | ---: | ---: |
+| 1 x 196, 1 | 12.4 / 12.4 | 7.2 / 9.5 |
+| 1 x 784, 1 | 28.5 / 28.2 | 21.0 / 27.3 |
+| 1 x 4096, 16 | 369 / 372 | 327 / 231 |
+| 8 x 784, 8 | 139 / 155 | 121 / 110 |
+| 8 x 784, 640 | 241 / 774 | 136 / 161 |
+| 20 x 400, 20 | 113 / 140 | 80 / 87 |
+
+Shapes: T rows, H heads, D head dim, S segments.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vit_compile.attention import kernels
+from vit_compile.attention.problem import Problem
+
+BLOCKS: dict[str, dict[str, int]] = {
+    "triton-64": {"q_rows": 64, "keys": 64, "warps": 4, "stages": 2},
+    "triton-128": {"q_rows": 128, "keys": 64, "warps": 4, "stages": 3},
+}
+"""Two of thirteen ways to cut the work that were timed on fifteen shapes: for many or short segments, and for long ones."""
+WIDE_FROM, OF_WIDE = 96, {"triton-128": {"warps": 8, "stages": 2}}
+"""From so many columns on, the accumulators of 128 rows do not fit into the registers of four warps."""
+SLOTS = (64, 1024, 4096)
+"""Room for segments that there is code for: few sizes, since each is a compile."""
+LEAST_WIDTH, LARGEST_HEAD_DIM = 16, 128
+CAPABILITY = (8, 0)
+VECTOR = 8
+"""Elements in 16 bytes: a head is a multiple of them."""
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+
+
+def parts_of(head_dim: int) -> tuple[int, int]:
+    """Widths of the two products for a head: the largest power of two within it, and one for what is left, or 0."""
+    first = 1 << (head_dim.bit_length() - 1)
+    rest = head_dim - first
+    return first, max(LEAST_WIDTH, 1 << (rest - 1).bit_length()) if rest else 0
+
+
+def why_not(problem: Problem, capability: tuple[int, int]) -> str | None:
+    """Why a varlen problem is not for these kernels, or None."""
+    if problem.torch_dtype not in kernels.HALF_DTYPES or capability < CAPABILITY:
+        return f"{problem.dtype} on a device of capability {capability[0]}.{capability[1]}"
+    head_dim = problem.head_dim
+    if head_dim % VECTOR or not LEAST_WIDTH <= head_dim <= LARGEST_HEAD_DIM:
+        return f"head dim {head_dim}"
+    if problem.segments > SLOTS[-1]:
+        return f"room for {problem.segments} segments"
+    return None if _triton() is not None else "Triton is not installed"
+
+
+def runner(name: str) -> Attention:
+    """The kernel with one of `BLOCKS`."""
+    return functools.partial(attention, name=name)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    *,
+    name: str,
+) -> torch.Tensor:
+    """Attention of each segment within itself; a new contiguous [T,H,D], zero behind the last boundary.
+
+    q and k may have further columns (those of `one_segment`): what counts are the D columns that v has. A segment reads
+    nothing of another one. `max_seqlen` plays no part.
+    """
+    if not scale > 0:  # the largest score is found before it is scaled
+        return kernels.forward(q[..., : v.shape[2]], k[..., : v.shape[2]], v, cu_seqlens, max_seqlen, scale)
+    segments = cu_seqlens.shape[0] - 1
+    slots = next(size for size in SLOTS if size >= segments)
+    parts = parts_of(v.shape[2])
+    blocks = BLOCKS[name] | (OF_WIDE.get(name, {}) if sum(parts) >= WIDE_FROM else {})
+    made: torch.Tensor = _triton().attention(
+        *map(kernels.ready, (q, k, v)), cu_seqlens, scale, parts=parts, slots=slots, **blocks
+    )
+    return made
+
+
+@functools.cache
+def _triton() -> Any:
+    """The module with the kernel, None without Triton. Whether it runs here is seen when it is tried (`admission.probe`)."""
+    try:
+        return importlib.import_module("vit_compile.attention.varlen_triton")
+    except ImportError:
+        return None
