@@ -26,6 +26,7 @@ from vit_compile.models.binding import (
     undone_on_failure,
 )
 from vit_compile.models.hf_attention import AttentionSwitch
+from vit_compile.models.interpolation import indices_and_weights
 from vit_compile.models.moonvit import TAPS, TOKEN_RANGE, MoonVitTable, side_limited_example
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.vision_metadata import merge_order
@@ -123,11 +124,13 @@ class KimiK25Table(MoonVitTable):
 
         t, h, w = key
         grid, positions, tokens = torch.tensor([key]), self._positions, h * w // self.merge**2
-        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-            grid,
-            positions.num_grid_per_side,
+        indices, weights = indices_and_weights(
+            vision_utils,
+            key,
+            side=positions.num_grid_per_side,
             mode=positions.interpolation_mode,
             align_corners=positions.interpolation_align_corners,
+            merge=1,
         )
         first_of_frame = torch.arange(t) * (h * w)
         offsets = torch.zeros(t * tokens, self.frames, dtype=torch.int64)

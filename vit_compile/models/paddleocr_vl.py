@@ -29,6 +29,7 @@ from vit_compile.models.binding import (
     undone_on_failure,
 )
 from vit_compile.models.hf_attention import AttentionSwitch
+from vit_compile.models.interpolation import indices_and_weights
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.models.vision_metadata import merge_order
 from vit_compile.runtime.config import SEGMENT_CAPACITIES
@@ -136,12 +137,13 @@ class PaddleOCRTable(EncoderTable):
         from transformers import vision_utils
 
         grid, embeddings = torch.tensor([key]), self._embeddings
-        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-            grid,
-            num_grid_per_side=embeddings.num_grid_per_side,
+        indices, weights = indices_and_weights(
+            vision_utils,
+            key,
+            side=embeddings.num_grid_per_side,
             mode=embeddings.interpolation_mode,
             align_corners=embeddings.interpolation_align_corners,
-            spatial_merge_size=1,
+            merge=1,
         )
         return {
             "position_ids": vision_utils.get_vision_position_ids(grid, 1),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vit_compile.errors import GridError, MissingDependencyError, ModelError
+from vit_compile.models.interpolation import indices_and_weights
 
 Grid = tuple[int, int, int]
 """Patches along time, height and width; a still image has one along time."""
@@ -68,9 +69,11 @@ def vision_metadata(
     if side is not None:
         mode: Any = tower.interpolation_mode
         align_corners: Any = tower.interpolation_align_corners
-        tensors["interp_indices"], tensors["interp_weights"] = vision_utils.get_vision_interpolation_indices_and_weights(
-            grid, side, mode=mode, align_corners=align_corners, spatial_merge_size=merge
-        )
+        made = [
+            indices_and_weights(vision_utils, one, side=side, mode=mode, align_corners=align_corners, merge=merge)
+            for one in checked
+        ]
+        tensors["interp_indices"], tensors["interp_weights"] = (torch.cat(parts) for parts in zip(*made, strict=True))
     window_pixels: Any = getattr(tower, "window_size", None)
     if window_pixels:
         patch_pixels: Any = tower.patch_size

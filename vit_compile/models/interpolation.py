@@ -1,0 +1,94 @@
+"""Interpolated position embeddings: which entries of the table a patch mixes, and with which weights, made quickly.
+
+transformers makes them for every patch at once, in some thirty passes over all patches, which on a CPU takes about a millisecond
+for an image of 4000 patches: as long as a graph's replay may take, for every size that was not seen before. The two axes are
+independent, so that it is enough to ask for each row and each column, and to combine them. The part of transformers that works
+on one axis is private: before it is used it must agree, bit for bit, with the public function.
+
+Shapes: T patches, h and w patches of an image, K taps of an axis (2 for bilinear, 4 for bicubic).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+Grid = tuple[int, int, int]
+_AXIS = "_interpolation_axis_taps_weights"
+_SAMPLES = ((1, 2, 3), (2, 5, 1), (1, 1, 40))
+"""Grids, in merge blocks, on which the quick way is compared: thin ones, a clip, axes longer and shorter than the table's."""
+_KEPT_AXES = 1024
+
+
+def indices_and_weights(
+    vision_utils: Any, grid: Grid, *, side: int, mode: str, align_corners: bool, merge: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `transformers.vision_utils.get_vision_interpolation_indices_and_weights` gives for one image or clip, bit for bit.
+
+    Args:
+        vision_utils: the module of transformers.
+        grid: (t, h, w) in patches.
+        side: of the square table of embeddings.
+        mode, align_corners: of the interpolation.
+        merge: side of a merge block in patches; patches of a block lie together.
+
+    Returns:
+        int64 [T,K*K] into the flattened table, and float32 [T,K*K].
+    """
+    if not agrees(vision_utils, side, mode, align_corners, merge):
+        return _public(vision_utils, grid, side, mode, align_corners, merge)
+    return _by_axis(vision_utils, grid, side, mode, align_corners, merge)
+
+
+def _public(
+    vision_utils: Any, grid: Grid, side: int, mode: str, align_corners: bool, merge: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        torch.tensor([grid]), side, mode=mode, align_corners=align_corners, spatial_merge_size=merge
+    )
+    return indices, weights
+
+
+def _by_axis(
+    vision_utils: Any, grid: Grid, side: int, mode: str, align_corners: bool, merge: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    t, h, w = grid
+    row_taps, row_weights = _axis(vision_utils, h, side, mode, align_corners)
+    column_taps, column_weights = _axis(vision_utils, w, side, mode, align_corners)
+    # Whole planes for each pair of taps: loops over a handful of taps inside would take longer than all the rest.
+    indices = [row[:, None] * side + column for row in row_taps for column in column_taps]
+    weights = [row[:, None] * column for row in row_weights for column in column_weights]
+    return _in_blocks(indices, t, merge), _in_blocks(weights, t, merge)
+
+
+def _in_blocks(planes: list[torch.Tensor], frames: int, merge: int) -> torch.Tensor:
+    """[T, planes] in the order of merge blocks, from planes [h,w]."""
+    h, w = planes[0].shape
+    blocks = torch.stack(planes, dim=-1).view(h // merge, merge, w // merge, merge, len(planes))
+    ordered = blocks.transpose(1, 2).reshape(h * w, len(planes))
+    return ordered if frames == 1 else ordered.repeat(frames, 1)
+
+
+@functools.lru_cache(_KEPT_AXES)
+def _axis(vision_utils: Any, size: int, side: int, mode: str, align_corners: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Taps int64 [K,size] and weights float32 [K,size] of an axis. Not to be written to."""
+    with torch.inference_mode(False), torch.no_grad():
+        taps, weights = getattr(vision_utils, _AXIS)(torch.arange(size), torch.tensor(size), side, mode, align_corners)
+        return taps.T.contiguous(), weights.T.contiguous()
+
+
+@functools.cache
+def agrees(vision_utils: Any, side: int, mode: str, align_corners: bool, merge: int) -> bool:
+    """Is the quick way there, and does it give the same bits on samples?"""
+    for t, h, w in _SAMPLES:
+        how = ((t, h * merge, w * merge), side, mode, align_corners, merge)
+        try:
+            quick = _by_axis(vision_utils, *how)
+        except Exception:  # it is private: whatever became of it, the public function is there
+            return False
+        public = _public(vision_utils, *how)
+        if not all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(quick, public, strict=True)):
+            return False
+    return True
