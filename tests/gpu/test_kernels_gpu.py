@@ -87,10 +87,11 @@ def test_cudnn_with_one_segment(rows: int, dtype: torch.dtype, dim: int) -> None
 @pytest.mark.parametrize("dim", [64, 72, 80])
 @pytest.mark.parametrize("dtype", HALF)
 def test_cudnn_with_one_segment_is_admitted(dtype: torch.dtype, dim: int) -> None:
-    """By its trial here; behind the fence where a NaN may lie in the padding."""
+    """By its trial here; where a NaN may lie in the padding behind the fence, but for float16, where v is cleaned anyway."""
     problem = Problem(VARLEN, str(dtype).removeprefix("torch."), (1024, 16, dim), 1, 1024)
     assert "cudnn-one-segment" in admission.candidates(problem, CUDA, fence_from=2)[0]
-    assert "cudnn-one-segment" + admission.FENCED in admission.candidates(problem, CUDA, fence_from=1)[0]
+    fence = "" if dtype == torch.float16 else admission.FENCED
+    assert "cudnn-one-segment" + fence in admission.candidates(problem, CUDA, fence_from=1)[0]
 
 
 @pytest.mark.parametrize("name", list(triton_kernel.BLOCKS))
@@ -197,7 +198,7 @@ def test_dense_attention_is_measured(dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(4, 729, 16, 72, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(3))
     want = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     for name in found.microseconds:
-        got = admission.run_of(name)(q, k, v, False, None)
+        got = admission.run_of(name, problem)(q, k, v, False, None)
         torch.testing.assert_close(got.double(), want, atol=2e-2, rtol=0, msg=name)
 
 

@@ -20,7 +20,7 @@ def public(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What transformers gives."""
     made: tuple[torch.Tensor, torch.Tensor] = vision_utils.get_vision_interpolation_indices_and_weights(
-        torch.tensor([grid]), side, mode=mode, align_corners=align, spatial_merge_size=merge
+        torch.tensor([grid]), side, mode=mode, align_corners=align_corners, spatial_merge_size=merge
     )
     return made
 
