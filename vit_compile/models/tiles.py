@@ -123,8 +123,11 @@ class TileTable(EncoderTable):
         return ItemSize(rows={path: count}, tokens={path: tokens})
 
     def example_key(self, tokens: int) -> Hashable | None:
-        """As many tiles of the path as there is room for; of the path with the smallest tiles where there are several."""
-        path = min(self.tiles, key=lambda name: self.tiles[name].tokens)
+        """As many tiles as there is room for, of the path with the smallest ones."""
+        return self.example_key_on(min(self.tiles, key=lambda name: self.tiles[name].tokens), tokens)
+
+    def example_key_on(self, path: str, tokens: int) -> Hashable | None:
+        """As many tiles of the path as there is room for."""
         count = tokens // self.tiles[path].tokens
         return (path, count) if count else None
 

@@ -133,7 +133,7 @@ class SupportsPaddingTrial(Protocol):
     """Optional: a model whose padding can be tried out at capture, with garbage that must not matter."""
 
     def fill_encoder_cudagraph_trial(self, state: Any, path: str, tokens: int, kind: str | None, seed: int = 0) -> int:
-        """Made-up data for at most so many output tokens (at least one item's worth) into the buffers.
+        """Made-up data for about so many output tokens into the buffers: whole items, and padding behind them if there is room.
 
         Args:
             state: of `EncoderCudaGraphCaptureInputs`.

@@ -188,6 +188,10 @@ class EncoderTable:
         """
         return None
 
+    def example_key_on(self, path: str, tokens: int) -> Hashable | None:
+        """The same for one path, where items of different paths are of different kinds."""
+        return self.example_key(tokens)
+
     def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:
         """Features [tokens, out_hidden_size] from buffers and bounds by name. Fixed shapes in, fixed shape out, no host reads."""
         raise NotImplementedError

@@ -65,7 +65,7 @@ class TableTrials:
 
     def fill(self, state: GraphState, path: str, tokens: int, kind: str | None, seed: int) -> int:
         """See `SupportsPaddingTrial.fill_encoder_cudagraph_trial`."""
-        keys = self._example_keys(state.buffers, path, tokens, least=1, most=2)
+        keys = self._keys_of_trial(state.buffers, path, tokens)
         if not keys:
             state.trial = []
             real = self._made_up(state.buffers, path, tokens, self._generator(seed))
@@ -107,11 +107,21 @@ class TableTrials:
         # On a graph for one segment nobody has company.
         return ("use", "padding", "company") if len(state.trial) > 1 or state.buffers.segments == 1 else ("use", "padding")
 
+    def _keys_of_trial(self, buffers: GraphBuffers, path: str, tokens: int) -> list[Hashable]:
+        """Two items in so many tokens, or, where items are large, two in the whole graph with padding behind; else one."""
+        keys = self._example_keys(buffers, path, tokens, least=1, most=2)
+        if len(keys) < 2:
+            declared = self._table.paths[path]
+            whole = buffers.rows * declared.tokens_per_row // declared.spatial_merge_size**2
+            two = self._example_keys(buffers, path, whole - 1, least=2, most=2)
+            return two or keys
+        return keys
+
     def _example_keys(self, buffers: GraphBuffers, path: str, tokens: int, *, least: int, most: int) -> list[Hashable]:
         """Equal items that fit, as many as there is room for; none where the table gives no such that has something on this
         path."""
         for count in range(min(most, buffers.segments), least - 1, -1):
-            key = self._table.example_key(tokens // count) if tokens // count else None
+            key = self._table.example_key_on(path, tokens // count) if tokens // count else None
             if key is not None:
                 spec = self._spec_of(key)[0]
                 if 0 < spec.tokens_on(path) <= tokens // count and spec.frames * count <= buffers.segments:
