@@ -1,12 +1,13 @@
-"""Markdown tables from the result files of `bench_backend.py`, `bench_runtime.py`, `bench_models.py` and `bench_packed_dense.py`.
+"""Markdown tables from the result files of `bench_backend.py`, `bench_runtime.py`, `bench_models.py`, `bench_packed_dense.py` and
+`vit-compile bench`.
 
     python scripts/benchmark_table.py docs/benchmarks/*.json                              prints every table
     python scripts/benchmark_table.py docs/benchmarks/*.json --into docs/benchmarks.md README.md    updates the pages
 
-A page has the tables between `<!-- tables -->` (the backend's), `<!-- runtime -->`, `<!-- models -->` or `<!-- dense -->` and
-`<!-- end -->`, or the short one between `<!-- summary -->` and `<!-- end -->`. Every number is read from the files. A file may
-say that a field of a peer is not valid, and why: `"invalid": {"<peer>": {"bytes": "<reason>"}}`; the table then has a dash and
-the reason.
+A page has the tables between `<!-- tables -->` (the backend's), `<!-- runtime -->`, `<!-- models -->`, `<!-- dense -->` or
+`<!-- bench -->` and `<!-- end -->`, or the short one between `<!-- summary -->` and `<!-- end -->`. Every number is read from the
+files. A file may say that a field of a peer is not valid, and why: `"invalid": {"<peer>": {"bytes": "<reason>"}}`; the table then
+has a dash and the reason.
 """
 
 from __future__ import annotations
@@ -14,8 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from scripts.bench_section import bench_tables
+from vit_compile.tools.bench.results import KIND
 
 OURS = "vit_cudagraph full"
 RIVALS = {"eager": "eager as shipped", "torch.compile": "torch.compile", "reduce-overhead": "reduce-overhead"}
@@ -197,10 +204,11 @@ def dense_tables(contents: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def updated(page: str, results: list[Result], others: dict[str, list[Row]]) -> str:
+def updated(page: str, results: list[Result], others: dict[str, list[Row]], bench: list[Path]) -> str:
     """A page with its tables made anew."""
     made = {"tables": tables(results), "summary": summary(results), "runtime": runtime_tables(others.get("runtime", []))}
     made |= {"models": models_tables(others.get("models", [])), "dense": dense_tables(others.get("dense", []))}
+    made["bench"] = bench_tables(bench, head, line)
     for marker, content in made.items():
         text = f"<!-- {marker} -->\n\n{content.rstrip()}\n\n<!-- end -->"
         page = re.sub(rf"<!-- {marker} -->\n.*?<!-- end -->", lambda _, text=text: text, page, flags=re.DOTALL)
@@ -215,6 +223,7 @@ def main() -> None:
     options = parser.parse_args()
     contents = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.files)}
     results = [Result(path) for path, content in contents.items() if "kind" not in content]
+    bench = [path for path, content in contents.items() if content.get("kind") == KIND]
     others: dict[str, list[Row]] = {}
     for content in contents.values():
         if "kind" in content:
@@ -225,8 +234,9 @@ def main() -> None:
         print(runtime_tables(others.get("runtime", [])))
         print(models_tables(others.get("models", [])))
         print(dense_tables(others.get("dense", [])))
+        print(bench_tables(bench, head, line))
     for page in options.into:
-        page.write_text(updated(page.read_text(encoding="utf-8"), results, others), encoding="utf-8")
+        page.write_text(updated(page.read_text(encoding="utf-8"), results, others, bench), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ def tried(table: Any, tokens: int, *, budget: int = 16, segments: int = 8, path:
     [(8, 8, [(1, 4, 4)] * 2), (9, 8, [(1, 4, 4)] * 2), (8, 1, [(1, 4, 8)]), (3, 8, [(1, 2, 2)] * 2), (1, 8, [(1, 4, 6)] * 2)],
 )
 def test_a_trial_has_the_metadata_of_examples(tokens: int, segments: int, keys: list[toys.Grid]) -> None:
-    """Two items where two fit into the tokens, or else into the graph; one where there is room for one segment: their own positions
-    and boundaries, and different data."""
+    """Two items where two fit into the tokens, or else into the graph; one where there is room for one segment. Each has its own
+    positions and boundaries, and different data."""
     table = Example()
     made, inputs, real = tried(table, tokens, segments=segments)
     sizes = [t * h * w for t, h, w in keys]
