@@ -349,6 +349,13 @@ def test_a_long_layout_does_not_outweigh_the_others(table: dict[str, Kernel]) ->
     assert made.microseconds["long"] == pytest.approx((1e-3 * 3e-4 * 3e-5) ** (1 / 3) * 1e6, rel=1e-2)
 
 
+def test_a_clock_that_shows_nothing(table: dict[str, Kernel]) -> None:
+    """Is no error."""
+    fill(table, short=good)
+    made = choice.measure(PROBLEM, CPU, lambda call, device, give_up_s=0.0: 0.0, fence_from=2)
+    assert made.kernel in made.microseconds
+
+
 def test_problems_are_written_and_read() -> None:
     """A problem survives JSON."""
     for problem in (PROBLEM, Problem(DENSE, "bfloat16", (2, 4, 16, 64), 0, 16, "causal")):

@@ -122,11 +122,29 @@ def test_which_problems_it_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert why_not(problem(), (9, 0))
 
 
+def test_a_triton_that_does_not_import_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever goes wrong: the kernel is refused, and others serve; what is odd is logged."""
+    for error, logged in ((ImportError("no Triton"), False), (RuntimeError("no driver"), True)):
+
+        def broken(name: str, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(triton_kernel.importlib, "import_module", broken)
+        caplog.clear()
+        triton_kernel._triton.cache_clear()
+        assert triton_kernel._triton() is None
+        assert bool(caplog.records) == logged
+    triton_kernel._triton.cache_clear()
+
+
 def test_a_scale_that_is_not_positive_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel scales the largest score, which is the largest of the scaled ones for positive scales alone."""
     called: list[float] = []
     monkeypatch.setattr(triton_kernel.kernels, "forward", lambda q, *rest: called.append(rest[-1]) or q)
     q = torch.zeros(4, 1, 24)
-    out = triton_kernel.attention(q, q, q[..., :16], torch.tensor([0, 4], dtype=torch.int32), 4, -1.0, name="triton-64")
-    assert called == [-1.0]
+    boundaries = torch.tensor([0, 4], dtype=torch.int32)
+    for scale in (-1.0, 0.0, 1e-45, float("nan")):
+        out = triton_kernel.attention(q, q, q[..., :16], boundaries, 4, scale, name="triton-64")
+    assert called[:3] == [-1.0, 0.0, 1e-45]
+    assert len(called) == 4
     assert out.shape[2] == 16

@@ -15,6 +15,7 @@ from tests.gpu.test_runtime_gpu import TOLERANCE, exact, managed, reference, req
 from tests.gpu.test_varlen_gpu import END, LENGTHS, cu, expected, qkv
 from vit_compile.attention import admission, choice, fence, kernels, one_segment, triton_kernel
 from vit_compile.attention.problem import DENSE, VARLEN, Problem, varlen_problem
+from vit_compile.attention.varlen import varlen_attention
 from vit_compile.backend.cuda import seconds_captured
 from vit_compile.backend.passes.linear_activation import linear_activation
 from vit_compile.options import PASS_NAMES
@@ -139,6 +140,25 @@ def test_the_own_kernel(dtype: torch.dtype, dim: int, name: str) -> None:
                 want = expected([x[:end] for x in packed.unbind(1)], boundaries[:2], scale)[:end]
                 torch.testing.assert_close(captured[:end].double().cpu(), want, atol=limit, rtol=0)
                 boundaries.copy_(kept)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", [*triton_kernel.BLOCKS, "cudnn-one-segment"])
+def test_a_device_that_is_not_the_current_one(name: str) -> None:
+    """Kernels are tried, timed and run on the device of their operands, whichever is current."""
+    other = torch.device("cuda", 1)
+    q, k, v = (x.to(other) for x in qkv(72, torch.bfloat16, 500))
+    boundaries = torch.tensor([0, 400], dtype=torch.int32, device=other)
+    made = choice.KernelChoices(name, other, seconds_captured, fence_from=2)
+    with torch.cuda.device(0):
+        with made.observing():
+            varlen_attention(q, k, v, boundaries, 500, 72**-0.5)
+        made.settle()
+        assert [row["kernel"] for row in made.rows()] == [name]
+        with made.active(), torch.cuda.device(other):
+            out = varlen_attention(q, k, v, boundaries, 500, 72**-0.5)
+    want = expected([x[:400] for x in (q, k, v)], boundaries, 72**-0.5)[:400]
+    torch.testing.assert_close(out[:400].double().cpu(), want, atol=2e-2, rtol=0)
 
 
 @pytest.mark.parametrize("dim", [64, 72, 80])

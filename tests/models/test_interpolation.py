@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 vision_utils = pytest.importorskip("transformers.vision_utils")
 
@@ -42,6 +44,22 @@ def test_the_same_bits(side: int, merge: int, mode: str, align_corners: bool) ->
         for one, other in zip(got, public(*how), strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(one, other), how
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_mode_of_the_caller_is_not_remembered(device: str) -> None:
+    """What was made under a default device or with fake tensors is for that call: later ones get the numbers, on the CPU."""
+    how: dict[str, Any] = {"side": 11, "mode": "bilinear", "align_corners": True, "merge": 2}
+    grid = (1, 46, 58)  # sizes that no other test asks for
+    interpolation._agree.clear()
+    context = torch.device(device) if device == "meta" else FakeTensorMode()
+    with contextlib.suppress(Exception), context:
+        interpolation.indices_and_weights(vision_utils, grid, **how)
+    got = interpolation.indices_and_weights(vision_utils, grid, **how)
+    for one, other in zip(got, public(grid, 11, "bilinear", True, 2), strict=True):
+        assert type(one) is torch.Tensor
+        assert torch.equal(one, other)
+    assert interpolation.agrees(vision_utils, 11, "bilinear", True, 2)
 
 
 def with_axis(axis: Any) -> types.ModuleType:

@@ -15,7 +15,7 @@ from vit_compile.runtime.graph_config import AxisKeys, EncoderCudaGraphConfig, E
 from vit_compile.runtime.graphs import GraphKey
 from vit_compile.runtime.item_spec import DEFAULT_PATH, EncoderItemSpec
 from vit_compile.runtime.ladders import Ladders
-from vit_compile.runtime.planner import EagerCost, PlannedBatch, Planner
+from vit_compile.runtime.planner import EAGER_MARGIN, EagerCost, PlannedBatch, Planner
 from vit_compile.runtime.replay_times import ReplayTime
 from vit_compile.stats import Skip
 
@@ -326,10 +326,10 @@ def test_reasons_belong_to_axis_keys() -> None:
 
 def test_eager_is_chosen_where_it_is_cheaper() -> None:
     """Measured times decide: a small batch whose graph is slow runs eagerly and says so, a large one replays."""
-    graphs = dict(zip(keys_for(), (5.0, 6.0, 7.0), strict=True))
+    graphs = dict(zip(keys_for(), (5.0 * EAGER_MARGIN, 6.0 * EAGER_MARGIN, 7.0), strict=True))
     made = planner(graphs, by_cost=True, eager={DEFAULT_PATH: EagerCost(1.0, 1.0)})
     assert described(made.plan(items(3))) == [((0,), "eager-cheaper")]
-    assert described(made.plan(items(4))) == [((0,), 4)], "equal times: the graph"
+    assert described(made.plan(items(4))) == [((0,), 4)], "no clear gain: the graph"
     assert described(made.plan(items(12))) == [((0,), 16)]
     assert described(made.plan(items(17))) == [((0,), "too-large")], "which is no choice"
     assert str(made.plan(items(3))[0].choices[0]) == "eager-cheaper: main: 3 tokens"
@@ -352,8 +352,11 @@ def test_without_measurements_a_graph_costs_its_tokens() -> None:
 
 
 def test_eager_cost_is_a_line() -> None:
-    """A fixed part and a part for each token."""
+    """A fixed part and a part for each token; one for each square more or less than those of two equal items."""
     assert EagerCost(2.0, 0.5)(8) == 6.0
+    assert [EagerCost(2.0, 0.5, 0.0, 0.25)(8, squares) for squares in (32, 64, 16)] == [6.0, 14.0, 2.0]
+    assert EagerCost(2.0, 0.5, 5.0, 0.25)(8, 16) == 5.0
+    assert EagerCost(2.0, 0.5, 0.0, 0.25)(8) == 6.0
     assert [EagerCost(2.0, 0.5, 5.0)(tokens) for tokens in (1, 6, 8)] == [5.0, 5.0, 6.0], "launching takes its time"
 
 
@@ -364,7 +367,10 @@ def price(
     total = 0.0
     for batch in plan:
         for path, choice, tokens in zip(paths, batch.choices, batch.tokens, strict=True):
-            total += graphs[choice] if isinstance(choice, GraphKey) else eager[path](tokens) if choice is not None else 0.0
+            if isinstance(choice, GraphKey):
+                total += graphs[choice]
+            elif choice is not None:
+                total += EAGER_MARGIN * eager[path](tokens)
     return total
 
 

@@ -18,7 +18,7 @@ from vit_compile.runtime.graph_config import EncoderCudaGraphConfig, EncoderPath
 from vit_compile.runtime.graphs import EncoderGraph, GraphKey
 from vit_compile.runtime.item_spec import DEFAULT_PATH, EncoderItemSpec
 from vit_compile.runtime.ladders import Ladders
-from vit_compile.runtime.planner import EagerCost, PlannedBatch, Planner
+from vit_compile.runtime.planner import EAGER_MARGIN, EagerCost, PlannedBatch, Planner
 from vit_compile.runtime.protocol import KeepsTrialData, SupportsLayoutTiming
 from vit_compile.runtime.replay_times import MANY_ITEMS, ReplayTime, candidates, squares_of, through
 from vit_compile.runtime.table_encoder import TableEncoder
@@ -129,7 +129,10 @@ def least_time(specs: list[EncoderItemSpec], ladder: dict[int, ReplayTime], most
         if len(batch) > 1 and (tokens > max(ladder) or not fits):
             return float("inf")
         replays = [max(0.0, t.ms + t.slope * (squares - t.squares)) for step, t in ladder.items() if step >= tokens and fits]
-        return min([eager.fixed_ms + eager.ms_per_token * tokens, *replays])
+        by_layout = any(time.slope > 0 for time in ladder.values())
+        further = eager.ms_per_square * (squares - tokens**2 // 2) if by_layout else 0.0
+        run = max(0.0, eager.fixed_ms + eager.ms_per_token * tokens + further)
+        return min([EAGER_MARGIN * run, *replays])
 
     return min(sum(map(of_batch, batches)) for batches in partitions(specs))
 
@@ -176,7 +179,7 @@ def test_a_larger_graph_may_be_the_faster_one_for_a_layout(slow: bool) -> None:
     clip = EncoderItemSpec(8, 8, frames=1 if slow else 8)
     assert chosen(made.plan([clip])) == [(1, 16 if slow else 8)]
     assert made.predicted_ms([clip], made.plan([clip])) == 5.0
-    with_eager = planner(ladder, max_frames=8, eager=EagerCost(4.9, 0.0))
+    with_eager = planner(ladder, max_frames=8, eager=EagerCost(4.9 / EAGER_MARGIN, 0.0))
     assert isinstance(with_eager.plan([clip])[0].choices[0], GraphKey) is False
 
 
@@ -204,7 +207,8 @@ def situations(draw: st.DrawFn, equal: bool) -> tuple[Any, ...]:
         specs = [EncoderItemSpec(1, draw(st.integers(1, 8)), frames=draw(frames))] * draw(st.integers(1, 6))
     else:
         specs = [EncoderItemSpec(1, draw(st.integers(1, 12)), frames=draw(frames)) for _ in range(draw(st.integers(1, 5)))]
-    return specs, ladder, draw(st.integers(4, 8)), EagerCost(draw(st.floats(0, 20)), draw(st.floats(0, 1)))
+    eager = EagerCost(draw(st.floats(0, 20)), draw(st.floats(0, 1)), 0.0, draw(st.sampled_from((0.0, 0.01, 0.25))))
+    return specs, ladder, draw(st.integers(4, 8)), eager
 
 
 @given(situations(equal=True))
@@ -290,26 +294,55 @@ def test_what_was_measured_reaches_the_plans(timed: list[tuple[int, list[int]]])
 
 
 @pytest.mark.parametrize(
-    ("segments", "items"), [(1, None), (2, None), (3, 3), (4, 4), (MANY_ITEMS, MANY_ITEMS), (2 * MANY_ITEMS, MANY_ITEMS)]
+    ("segments", "short"),
+    [
+        (1, [32]),
+        (2, [32]),
+        (3, [32]),
+        (4, [16] * 4),
+        (MANY_ITEMS, [64 // MANY_ITEMS] * MANY_ITEMS),
+        (2 * MANY_ITEMS, [64 // MANY_ITEMS] * MANY_ITEMS),
+    ],
 )
-def test_many_items_are_as_many_as_there_is_room_for(
-    timed: list[tuple[int, list[int]]], segments: int, items: int | None
-) -> None:
-    """Up to 16; a graph for one or two segments has one time, of the layout that there is."""
+def test_many_items_are_as_many_as_there_is_room_for(timed: list[tuple[int, list[int]]], segments: int, short: list[int]) -> None:
+    """Up to 16; where there is room for less than four, one item that fills half."""
     made = captured(Example(), token_budgets=(64,), max_items_per_batch=segments, max_frames_per_batch=0)
     few = min(segments, 2)
-    assert timed == [*([] if items is None else [(64, [64 // items] * items)]), (64, [64 // few] * few)]
+    assert timed == [(64, short), (64, [64 // few] * few)]
     (graph,) = made._set.graphs.values()
     assert graph.time is not None
-    assert bool(graph.time.slope) == (items is not None)
+    assert graph.time.slope == pytest.approx(SQUARE_MS, rel=0.05)
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), torch.OutOfMemoryError("none left")])
+def test_an_example_that_fails_costs_a_layout_and_nothing_else(error: Exception, timed: list[tuple[int, list[int]]]) -> None:
+    """Where many items cannot be made the graph is there all the same, and timed with what can."""
+
+    class Fails(Example):
+        def example_key(self, tokens: int) -> Hashable | None:
+            if tokens not in (32, 64):
+                raise error
+            return super().example_key(tokens)
+
+    made = captured(Fails(), token_budgets=(64,), max_items_per_batch=8, max_frames_per_batch=0, verify=False)
+    (graph,) = made._set.graphs.values()
+    assert timed == [(64, [32]), (64, [32, 32])]
+    assert graph.predicted_ms == milliseconds(64, [32, 32])
+
+
+def test_noise_makes_no_replay_free() -> None:
+    """A layout can make up nearly all of a graph's time, and no more: no batch is predicted to take nothing."""
+    made = through(ReplayTime(3.0, 0.0, 32), ReplayTime(0.1, 0.0, 16))
+    assert 0 < made(0) <= 0.2
+    assert made(32) == 3.0
 
 
 def test_capacities_are_measured_each(timed: list[tuple[int, list[int]]]) -> None:
-    """Graphs of one budget for 1, 4 and all segments: the first has no slope."""
+    """Graphs of one budget for 1, 4 and all segments."""
     made = captured(Example(segment_capacities=(1, 4)), token_budgets=(64,), max_items_per_batch=8, max_frames_per_batch=0)
     slopes = {key.axis_keys: graph.time.slope for key, graph in made._set.graphs.items() if graph.time is not None}
-    assert slopes == {(1,): 0.0, (4,): pytest.approx(SQUARE_MS), (0,): pytest.approx(SQUARE_MS)}
-    assert sorted(len(found) for _, found in timed) == [1, 2, 2, 4, 8]
+    assert slopes == dict.fromkeys([(1,), (4,), (0,)], pytest.approx(SQUARE_MS, rel=0.05))
+    assert sorted(len(found) for _, found in timed) == [1, 1, 2, 2, 4, 8]
 
 
 def test_where_many_items_are_slower_there_is_no_slope(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,7 +237,7 @@ def test_fingerprints() -> None:
 def test_costs_are_written_and_read() -> None:
     """Costs survive JSON."""
     graphs = {"image 8 tokens": ReplayTime(1.5, 1 / 3, 32), "image 16 tokens": ReplayTime(2.0)}
-    costs = Costs(graphs, {"image": (0.5, 0.001, 2.0)})
+    costs = Costs(graphs, {"image": (0.5, 0.001, 2.0, 1e-6)})
     assert Costs.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
 
 

@@ -13,7 +13,7 @@ import math
 import statistics
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,6 +49,8 @@ class Choice:
 
 
 HOPELESS = 2.0
+LEAST_S = 1e-9
+"""A clock that shows no time at all is no reason for an error."""
 
 Key = tuple[str, Problem, int]
 _known: dict[Key, Choice] = {}
@@ -142,9 +144,11 @@ class KernelChoices:
     def settle(self) -> None:
         """Choose for every problem that was observed and has no choice yet."""
         seen, self._seen = self._seen or {}, None
-        for problem in seen:
-            if problem not in self._chosen:
-                self._chosen[problem] = self._choose(problem)
+        # Triton launches on the current device.
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            for problem in seen:
+                if problem not in self._chosen:
+                    self._chosen[problem] = self._choose(problem)
 
     def rows(self) -> list[dict[str, Any]]:
         """The choices as plain dicts, fit for JSON: the problem's fields, `kernel` ("" for the default), `microseconds`,
@@ -210,7 +214,7 @@ def measure(problem: Problem, device: torch.device, timer: Timer, *, fence_from:
         except Exception as error:
             refused[name] = f"fails here: {type(error).__name__}: {first_line(error)}"
         else:
-            times[name] = statistics.geometric_mean(seconds) * 1e6
+            times[name] = statistics.geometric_mean([max(time, LEAST_S) for time in seconds]) * 1e6
             best = list(map(min, best, seconds))
     fastest = min(times, key=lambda name: times[name]) if times else ""
     return Choice(fastest, {name: round(time, 2) for name, time in times.items()}, refused)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ import torch
 
 from vit_compile.attention import kernels
 from vit_compile.attention.problem import Problem
+
+log = logging.getLogger(__name__)
 
 BLOCKS: dict[str, dict[str, int]] = {
     "triton-64": {"q_rows": 64, "keys": 64, "warps": 4, "stages": 2},
@@ -38,6 +41,8 @@ WIDE_FROM, OF_WIDE = 96, {"triton-128": {"warps": 8, "stages": 2}}
 """From so many columns on, the accumulators of 128 rows do not fit into the registers of four warps."""
 SLOTS = (64, 1024, 4096)
 """Room for segments that there is code for: few sizes, since each is a compile."""
+LEAST_SCALE = 1e-6
+"""The largest score is found before it is scaled, so that the scale must be above 0, in float32 too."""
 LEAST_WIDTH, LARGEST_HEAD_DIM = 16, 128
 CAPABILITY = (8, 0)
 VECTOR = 8
@@ -85,14 +90,14 @@ def attention(
     q and k may have further columns (those of `one_segment`): what counts are the D columns that v has. A segment reads
     nothing of another one. `max_seqlen` plays no part.
     """
-    if not scale > 0:  # the largest score is found before it is scaled
+    if not scale > LEAST_SCALE:
         return kernels.forward(q[..., : v.shape[2]], k[..., : v.shape[2]], v, cu_seqlens, max_seqlen, scale)
     segments = cu_seqlens.shape[0] - 1
     slots = next(size for size in SLOTS if size >= segments)
     parts = parts_of(v.shape[2])
     blocks = BLOCKS[name] | (OF_WIDE.get(name, {}) if sum(parts) >= WIDE_FROM else {})
     made: torch.Tensor = _triton().attention(
-        *map(kernels.ready, (q, k, v)), cu_seqlens, scale, parts=parts, slots=slots, **blocks
+        *map(kernels.ready, (q, k, v)), cu_seqlens.contiguous(), scale, parts=parts, slots=slots, **blocks
     )
     return made
 
@@ -103,4 +108,7 @@ def _triton() -> Any:
     try:
         return importlib.import_module("vit_compile.attention.varlen_triton")
     except ImportError:
+        return None
+    except Exception as error:  # a Triton that does not fit this machine: slower kernels, but the same result
+        log.warning("Triton cannot be imported here (%s): its attention kernel is not used.", error)
         return None

@@ -13,6 +13,8 @@ Shapes: T rows, H heads, D head dim, S segments.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -94,7 +96,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, SLOTS: tl.constexpr,
     Q_ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     q_row, q_head = q_row * VECTOR, q_head * VECTOR
     k_row, k_head = k_row * VECTOR, k_head * VECTOR
     v_row, v_head = v_row * VECTOR, v_head * VECTOR
@@ -189,26 +191,27 @@ def attention(
     # Every segment may end with a part of a block, and so may the rows behind the last one.
     programs = triton.cdiv(rows, q_rows) + min(segments, rows) + 1
     strides = [stride // VECTOR for x in (q, k, v) for stride in x.stride()[:2]]
-    _attention_kernel[(programs, heads)](
-        q,
-        k,
-        v,
-        out,
-        cu_seqlens,
-        rows,
-        segments,
-        scale * LOG2_E,
-        heads,
-        *strides,
-        DIM=dim,
-        D_1=parts[0],
-        D_2=parts[1],
-        SLOTS=slots,
-        Q_ROWS=q_rows,
-        KEYS=keys,
-        STAGES=stages,
-        VECTOR=VECTOR,
-        num_warps=warps,
-        num_stages=stages,
-    )
+    with torch.cuda.device(v.device) if v.is_cuda else nullcontext():
+        _attention_kernel[(programs, heads)](
+            q,
+            k,
+            v,
+            out,
+            cu_seqlens,
+            rows,
+            segments,
+            scale * LOG2_E,
+            heads,
+            *strides,
+            DIM=dim,
+            D_1=parts[0],
+            D_2=parts[1],
+            SLOTS=slots,
+            Q_ROWS=q_rows,
+            KEYS=keys,
+            STAGES=stages,
+            VECTOR=VECTOR,
+            num_warps=warps,
+            num_stages=stages,
+        )
     return out

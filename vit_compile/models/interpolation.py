@@ -20,6 +20,8 @@ _AXIS = "_interpolation_axis_taps_weights"
 _SAMPLES = ((1, 2, 3), (2, 5, 1), (1, 1, 40))
 """Grids, in merge blocks, on which the quick way is compared: thin ones, a clip, axes longer and shorter than the table's."""
 _KEPT_AXES = 1024
+_axes: dict[Any, Any] = {}
+_agree: dict[Any, bool] = {}
 
 
 def indices_and_weights(
@@ -46,7 +48,7 @@ def _public(
     vision_utils: Any, grid: Grid, side: int, mode: str, align_corners: bool, merge: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-        torch.tensor([grid]), side, mode=mode, align_corners=align_corners, spatial_merge_size=merge
+        torch.tensor([grid], device="cpu"), side, mode=mode, align_corners=align_corners, spatial_merge_size=merge
     )
     return indices, weights
 
@@ -71,24 +73,34 @@ def _in_blocks(planes: list[torch.Tensor], frames: int, merge: int) -> torch.Ten
     return ordered if frames == 1 else ordered.repeat(frames, 1)
 
 
-@functools.lru_cache(_KEPT_AXES)
 def _axis(vision_utils: Any, size: int, side: int, mode: str, align_corners: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Taps int64 [K,size] and weights float32 [K,size] of an axis. Not to be written to."""
-    with torch.inference_mode(False), torch.no_grad():
-        taps, weights = getattr(vision_utils, _AXIS)(torch.arange(size), torch.tensor(size), side, mode, align_corners)
-        return taps.T.contiguous(), weights.T.contiguous()
+    key = (vision_utils, size, side, mode, align_corners)
+    found = _axes.get(key)
+    if found is None:
+        with torch.inference_mode(False), torch.no_grad():
+            axis, device = getattr(vision_utils, _AXIS), torch.device("cpu")
+            index, of = torch.arange(size, device=device), torch.tensor(size, device=device)
+            found = tuple(part.T.contiguous() for part in axis(index, of, side, mode, align_corners))
+        # Under a mode of the caller's they may be something else: that is for this call alone.
+        if len(_axes) < _KEPT_AXES and all(type(part) is torch.Tensor and part.is_cpu for part in found):
+            _axes[key] = found
+    return found
 
 
-@functools.cache
 def agrees(vision_utils: Any, side: int, mode: str, align_corners: bool, merge: int) -> bool:
-    """Is the quick way there, and does it give the same bits on samples?"""
-    for t, h, w in _SAMPLES:
-        how = ((t, h * merge, w * merge), side, mode, align_corners, merge)
+    """Is the quick way there, and does it give the same bits on samples? Remembered once it is known."""
+    key = (vision_utils, side, mode, align_corners, merge)
+    if key not in _agree:
         try:
-            quick = _by_axis(vision_utils, *how)
-        except Exception:  # it is private: whatever became of it, the public function is there
+            _agree[key] = all(map(functools.partial(_same, key), _SAMPLES))
+        except Exception:  # it is private, and the caller may have set a mode: the public function is there
             return False
-        public = _public(vision_utils, *how)
-        if not all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(quick, public, strict=True)):
-            return False
-    return True
+    return _agree[key]
+
+
+def _same(how: Any, sample: Grid) -> bool:
+    (vision_utils, *options), (t, h, w) = how, sample
+    grid = (t, h * options[-1], w * options[-1])
+    pairs = zip(_by_axis(vision_utils, grid, *options), _public(vision_utils, grid, *options), strict=True)
+    return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)

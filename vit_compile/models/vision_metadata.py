@@ -59,7 +59,7 @@ def vision_metadata(
     if not isinstance(merge, int):
         raise ModelError(f"{type(tower).__name__} has no config.spatial_merge_size: it is not a packed tower with grids.")
     checked = check_grids(grids, merge)
-    grid = torch.tensor(checked)
+    grid = torch.tensor(checked, device="cpu")
     tensors: dict[str, torch.Tensor] = {
         "position_ids": vision_utils.get_vision_position_ids(grid, merge),
         "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
@@ -83,7 +83,7 @@ def vision_metadata(
         others["max_window_seqlen"] = (window_pixels // merge // patch_pixels * merge) ** 2
     if hasattr(getattr(tower, "embeddings", None), "interpolated_method"):
         # The tower counts frames by cu_seqlens and looks each one up here.
-        tensors["grid_thw"] = torch.tensor([(1, h, w) for t, h, w in checked for _ in range(t)])
+        tensors["grid_thw"] = torch.tensor([(1, h, w) for t, h, w in checked for _ in range(t)], device="cpu")
     else:
         others["grid_thw"] = None
     return {name: tensor.to(device) for name, tensor in tensors.items()} | others

@@ -20,9 +20,6 @@ from vit_compile.runtime.planner import EagerCost
 from vit_compile.runtime.protocol import SupportsDirectFill, SupportsEncoderCudaGraph
 
 TIMED_EAGER_RUNS = 3
-EAGER_MARGIN = 1.2
-"""What eager runs are taken to cost, over what was measured: a graph is only left for a clear gain, as times are measured while
-others may use the device, and an eager run holds up the host besides."""
 
 
 class CaptureWork:
@@ -81,7 +78,7 @@ class CaptureWork:
             eager = {path: EagerCost(*cost) for path, cost in known.eager.items() if path in self._declaration.paths}
             eager |= self._time_eager(graphs, [path for path in self._declaration.paths if path not in eager])
         times = {graph.label: graph.time for graph in graphs.graphs.values() if graph.time is not None}
-        lines = {path: (cost.fixed_ms, cost.ms_per_token, cost.least_ms) for path, cost in eager.items()}
+        lines = {path: (cost.fixed_ms, cost.ms_per_token, cost.least_ms, cost.ms_per_square) for path, cost in eager.items()}
         known_costs.note(name, known_costs.Costs(times, lines))
         return eager
 
@@ -105,6 +102,7 @@ class CaptureWork:
                 for graph in (captured[0], captured[-1])
             ]
             slope = max(0.0, (high_ms - low_ms) / (high - low)) if high > low else 0.0
-            line = (max(0.0, low_ms - slope * low), slope, host_ms)
-            found[path] = EagerCost(*[EAGER_MARGIN * part for part in line])
+            # Attention costs an eager run at least what it costs a graph, by the squares of its segments.
+            by_squares = max(graph.time.slope if graph.time is not None else 0.0 for graph in captured)
+            found[path] = EagerCost(max(0.0, low_ms - slope * low), slope, host_ms, by_squares)
         return found

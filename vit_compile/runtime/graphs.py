@@ -20,13 +20,13 @@ from vit_compile.attention.choice import KernelChoices
 from vit_compile.backend.cuda import Recorder, check_recorded, reserved_bytes, unowned
 from vit_compile.backend.proof import bits_equal, difference_over_tolerance
 from vit_compile.backend.recording import record, trial
-from vit_compile.errors import ProtocolError
+from vit_compile.errors import ProtocolError, first_line
 from vit_compile.runtime.capture_inputs import EncoderCudaGraphCaptureInputs
 from vit_compile.runtime.graph_config import AxisKeys
 from vit_compile.runtime.phases import FIRST_RUNS, KERNELS, RECORDING, TRIALS, WARM_UP, Phases
 from vit_compile.runtime.protocol import KeepsTrialData, SupportsEncoderCudaGraph, SupportsLayoutTiming, SupportsPaddingTrial
 from vit_compile.runtime.replay_times import FEW_ITEMS, LEAST_MANY_ITEMS, MANY_ITEMS, ReplayTime, through
-from vit_compile.stats import Skip, counters
+from vit_compile.stats import Skip, counters, logger
 
 WARMUP_RUNS = 2
 TIMED_RUNS = 5
@@ -287,25 +287,30 @@ class GraphSet:
             graph.time = self._measured(graph) if time_of is None else time_of
 
     def _measured(self, graph: EncoderGraph) -> ReplayTime:
-        """With few long items, and, where there is room, with many short ones. The few come last: they stay in the buffers, where
-        eager runs are timed on them."""
+        """With few long items, and with shorter ones: many where there is room, else one that fills half. The few come last: they
+        stay in the buffers, where eager runs are timed on them."""
         try:
-            many = self._measured_layout(graph, LEAST_MANY_ITEMS, MANY_ITEMS)
-            few = None if many is None else self._measured_layout(graph, 1, FEW_ITEMS)
-            if many is not None and few is not None:
-                return through(few, many)
+            whole = graph.key.token_budget
+            short = self._measured_layout(graph, whole, LEAST_MANY_ITEMS, MANY_ITEMS)
+            short = short or self._measured_layout(graph, whole // 2, 1, 1)
+            few = None if short is None else self._measured_layout(graph, whole, 1, FEW_ITEMS)
+            if short is not None and few is not None:
+                return through(few, short)
             if isinstance(self._model, SupportsPaddingTrial):
                 self._model.fill_encoder_cudagraph_trial(graph.inputs.state, graph.key.path, graph.key.token_budget, None)
             return ReplayTime(least_ms(graph.replay, self._device)[1])
         finally:
             self._forget_trial(graph)
 
-    def _measured_layout(self, graph: EncoderGraph, least: int, most: int) -> ReplayTime | None:
-        """With so many items that fill the graph; None where the model makes no such layout."""
-        if not isinstance(self._model, SupportsLayoutTiming):
+    def _measured_layout(self, graph: EncoderGraph, tokens: int, least: int, most: int) -> ReplayTime | None:
+        """With so many items of so many tokens together; None where the model makes no such layout."""
+        if not isinstance(self._model, SupportsLayoutTiming) or not tokens:
             return None
-        key = graph.key
-        squares = self._model.fill_encoder_cudagraph_layout(graph.inputs.state, key.path, key.token_budget, least, most)
+        try:
+            squares = self._model.fill_encoder_cudagraph_layout(graph.inputs.state, graph.key.path, tokens, least, most)
+        except Exception as error:  # examples are there to make plans better: without them there is one time for all layouts
+            logger.warning("%s is timed with one layout: %s: %s", graph.label, type(error).__name__, first_line(error))
+            return None
         return ReplayTime(least_ms(graph.replay, self._device)[1], 0.0, squares) if squares else None
 
     def drop(self) -> None:

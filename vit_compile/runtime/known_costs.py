@@ -32,8 +32,9 @@ class Costs:
     graphs: dict[str, ReplayTime] = field(default_factory=dict)
     """Times of a replay, by `str(GraphKey)`."""
 
-    eager: dict[str, tuple[float, float, float]] = field(default_factory=dict)
-    """By path: milliseconds of an eager run that do not depend on its tokens, of each token, and the least that a run takes."""
+    eager: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)
+    """By path, of an eager run: milliseconds that do not depend on its tokens, of each token, the least that a run takes, and of
+    each square (`planner.EagerCost`)."""
 
     def as_dict(self) -> dict[str, Any]:
         """Fit for JSON."""
@@ -47,7 +48,9 @@ class Costs:
         Raises:
             TypeError, ValueError, KeyError: it is something else.
         """
-        eager = {str(path): (_time(base), _time(slope), _time(least)) for path, (base, slope, least) in given["eager"].items()}
+        eager = {}
+        for path, (base, slope, least, by_squares) in given["eager"].items():
+            eager[str(path)] = (_time(base), _time(slope), _time(least), _time(by_squares))
         graphs = {
             str(label): ReplayTime(_time(ms), _time(slope), _squares(squares))
             for label, (ms, slope, squares) in given["graphs"].items()

@@ -21,6 +21,10 @@ _CACHED_PRICES = 1 << 16
 _UNKNOWN_EAGER_FACTOR = 1e6
 """Where nothing was measured a graph costs its tokens, and eager is the last resort."""
 
+EAGER_MARGIN = 1.2
+"""How much dearer than measured eager runs are taken to be: a graph is only left for a clear gain, as times are measured while
+others may use the device, and an eager run holds up the host besides."""
+
 Choice: TypeAlias = GraphKey | Skip | None
 """On one path: the graph to replay, why the batch runs eagerly, or None where it has nothing there."""
 
@@ -39,16 +43,20 @@ class PlannedBatch:
 
 @dataclass(frozen=True, slots=True)
 class EagerCost:
-    """Predicted milliseconds of an eager run on one path: a fixed part and one per token, but never below `least_ms`."""
+    """Predicted milliseconds of an eager run on one path: a fixed part, one per token, and one for squares, but never below
+    `least_ms`."""
 
     fixed_ms: float
     ms_per_token: float
     least_ms: float = 0.0
     """What the host needs to launch the kernels, whatever their sizes."""
+    ms_per_square: float = 0.0
+    """Of what a batch has over, or lacks of, the squares of two equal items (`replay_times`), on which runs were timed."""
 
-    def __call__(self, tokens: int) -> float:
-        """Milliseconds for so many output tokens."""
-        return max(self.least_ms, self.fixed_ms + self.ms_per_token * tokens)
+    def __call__(self, tokens: int, squares: int | None = None) -> float:
+        """Milliseconds for so many output tokens; of two equal items where `squares` is None."""
+        further = 0 if squares is None else squares - tokens * tokens // 2
+        return max(self.least_ms, self.fixed_ms + self.ms_per_token * tokens + self.ms_per_square * further)
 
 
 class Planner:
@@ -239,7 +247,10 @@ class Planner:
     ) -> tuple[float, int | None]:
         if tokens == 0:
             return 0.0, 0
-        eager = self._eager[path](tokens) if path in self._eager else tokens * _UNKNOWN_EAGER_FACTOR
+        if path in self._eager:
+            eager = EAGER_MARGIN * self._eager[path](tokens, squares if path in self._layout_paths else None)
+        else:
+            eager = tokens * _UNKNOWN_EAGER_FACTOR
         assert self._limits.max_frames is not None, "the manager always limits frames"
         axes = self.axis_keys(members, path, frames) if frames <= self._limits.max_frames else None
         if axes is None:

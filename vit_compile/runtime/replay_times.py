@@ -1,7 +1,7 @@
 """What a replay takes, by its layout: attention costs in proportion to the squares of its segments' lengths.
 
-Everything else in a graph is the same work for every batch. So a graph is timed with two layouts of about the same tokens, few
-long items and many short ones, and a line through the two predicts the layouts between them.
+Everything else in a graph is the same work for every batch. So a graph is timed with two layouts: few long items that fill it,
+and short ones (many, or one that fills half where there is no room for many). A line through the two predicts the others.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ FEW_ITEMS = 2
 """Items of the layout whose time is a graph's own (`predicted_ms`)."""
 MANY_ITEMS = 16
 """Most items of the other layout."""
-LEAST_MANY_ITEMS = 3
-"""With fewer there is no other layout."""
+LEAST_MANY_ITEMS = 4
+"""With fewer the two layouts are too alike for a line through them."""
+MOST_OF_LAYOUT = 0.95
+"""Share of a graph's time that its layout can make up, whatever the noise of measuring says."""
 
 
 def squares_of(tokens: int, frames: int) -> int:
@@ -46,11 +48,11 @@ class ReplayTime:
         return self.ms + self.slope * (squares - self.squares)
 
 
-def through(few: ReplayTime, many: ReplayTime) -> ReplayTime:
-    """The time of few long items, with a slope where many short ones, which have fewer squares, take less."""
-    saved, squares = few.ms - many.ms, few.squares - many.squares
+def through(few: ReplayTime, short: ReplayTime) -> ReplayTime:
+    """The time of few long items, with a slope where short ones, which have fewer squares, take less."""
+    saved, squares = few.ms - short.ms, few.squares - short.squares
     slope = saved / squares if saved > 0 and squares > 0 else 0.0
-    return ReplayTime(few.ms, slope, few.squares)
+    return ReplayTime(few.ms, min(slope, MOST_OF_LAYOUT * few.ms / max(few.squares, 1)), few.squares)
 
 
 def candidates(steps: Sequence[int], times: Sequence[ReplayTime]) -> list[list[tuple[int, ReplayTime]]]:

@@ -151,11 +151,15 @@ class WeightWatch:
         self._tensors: list[torch.Tensor] = []
         self._modes: list[nn.Module] = []
         self._attributes: list[dict[str, Any]] = []
+        self._with_property: list[nn.Module] = []
         self._loose = {} if tensors is None else dict(tensors)
         for root in modules:
             self._modes.append(root)
             for module in root.modules():
-                self._attributes.append(vars(module))
+                if "training" in vars(module):
+                    self._attributes.append(vars(module))
+                else:  # a module that `torch.compile` has wrapped has a property
+                    self._with_property.append(module)
                 for home in (module._parameters, module._buffers, module._modules):
                     self._entries.add_all(home)
                     self._tensors += [value for value in home.values() if isinstance(value, torch.Tensor)]
@@ -208,8 +212,8 @@ class WeightWatch:
 
     def training(self) -> bool:
         """Is one of the modules, or of their children, in train mode?"""
-        # `train()` and `eval()` write it into every module itself.
-        return any(map(_IS_TRAINING, self._attributes))
+        # `train()` and `eval()` write it into nearly every module itself.
+        return any(map(_IS_TRAINING, self._attributes)) or any(module.training for module in self._with_property)
 
 
 def train_mode(modules: Iterable[nn.Module]) -> str | None:
