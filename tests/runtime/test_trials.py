@@ -51,16 +51,26 @@ def tried(table: Any, tokens: int, *, budget: int = 16, segments: int = 8, path:
     return made, inputs, made.fill_encoder_cudagraph_trial(inputs.state, path, tokens, None)
 
 
+UNEQUAL: list[toys.Grid] = [(1, 2, 4), (1, 4, 4), (1, 2, 4)]
+"""In 8 tokens."""
+
 # --- what a trial puts in --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("tokens", "segments", "keys"),
-    [(8, 8, [(1, 4, 4)] * 2), (9, 8, [(1, 4, 4)] * 2), (8, 1, [(1, 4, 8)]), (3, 8, [(1, 2, 2)] * 2), (1, 8, [(1, 4, 6)] * 2)],
+    [
+        (8, 8, UNEQUAL),
+        (9, 8, UNEQUAL),
+        (8, 2, [(1, 4, 4)] * 2),
+        (8, 1, [(1, 4, 8)]),
+        (3, 8, [(1, 2, 2)] * 2),
+        (1, 8, [(1, 4, 6)] * 2),
+    ],
 )
 def test_a_trial_has_the_metadata_of_examples(tokens: int, segments: int, keys: list[toys.Grid]) -> None:
-    """Two items where two fit into the tokens, or else into the graph; one where there is room for one segment. Each has its own
-    positions and boundaries, and different data."""
+    """Three of two sizes where they fit; two where two fit into the tokens, or else into the graph; one where there is room for
+    one segment. Each has its own positions and boundaries, and different data."""
     table = Example()
     made, inputs, real = tried(table, tokens, segments=segments)
     sizes = [t * h * w for t, h, w in keys]
@@ -74,8 +84,8 @@ def test_a_trial_has_the_metadata_of_examples(tokens: int, segments: int, keys: 
     assert torch.equal(torch.cat([item["pixels"] for item in alone]), values["pixels"][: sum(sizes)])
     assert all(item["cu_seqlens"].tolist() == [0, size] for item, size in zip(alone, sizes, strict=True))
     assert [item["max_seqlen"] for item in alone] == sizes
-    if len(keys) == 2:
-        assert not torch.equal(alone[0]["pixels"], alone[1]["pixels"])
+    if len(keys) > 1:
+        assert not torch.equal(alone[0]["pixels"], alone[-1]["pixels"])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +114,7 @@ def test_an_item_that_is_not_on_the_path_is_no_example() -> None:
 
     table = NoTags(toys.twin_table().tower)
     made, inputs, _ = tried(table, 4, path="fine")
-    assert len(made.encoder_cudagraph_trial_values(inputs.state, "fine")) == 2
+    assert len(made.encoder_cudagraph_trial_values(inputs.state, "fine")) == 3
     made, inputs, _ = tried(table, 4, path="coarse")
     (values,) = made.encoder_cudagraph_trial_values(inputs.state, "coarse")
     assert values.keys() == {"tags"}
@@ -126,7 +136,7 @@ def test_a_trial_after_batches_and_garbage_is_clean() -> None:
         assert made.fill_encoder_cudagraph_trial(inputs.state, "main", 4, kind) == 4
     assert not bool(inputs.values["pixels"][16:].any())
     assert not bool(inputs.values["positions"][16:].any())
-    assert set(inputs.values["cu_seqlens"][2:].tolist()) == {16}
+    assert inputs.values["cu_seqlens"].tolist() == [0, 4, 12, *[16] * 6]
     assert made.fill_encoder_cudagraph_buffers(inputs.state, request, [0], "main")
     assert torch.equal(inputs.values["pixels"], request["pixel_values"])
 
@@ -148,13 +158,13 @@ def test_rows_of_a_trial_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = counted(monkeypatch)
     made, inputs, _ = tried(Example(), 8)
     first = inputs.values["pixels"][:32].clone()
-    pair = [(16, toys.CHANNELS)] * 2
+    items = [(rows, toys.CHANNELS) for rows in (8, 16, 8)]
     for kind in ("small", "large", None):
         made.fill_encoder_cudagraph_trial(inputs.state, "main", 8, kind)
         assert torch.equal(inputs.values["pixels"][:32], first)
-    assert shapes == pair
+    assert shapes == items
     made.fill_encoder_cudagraph_trial(inputs.state, "main", 4, None)
-    assert shapes == pair + [(8, toys.CHANNELS)] * 2
+    assert shapes == items + [(rows, toys.CHANNELS) for rows in (4, 8, 4)]
     made.fill_encoder_cudagraph_trial(inputs.state, "main", 8, None, seed=1)
     assert not torch.equal(inputs.values["pixels"][:32], first)
     made.fill_encoder_cudagraph_trial(inputs.state, "main", 8, None)
@@ -164,16 +174,16 @@ def test_rows_of_a_trial_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes.clear()
     made.fill_encoder_cudagraph_trial(inputs.state, "main", 8, None)
     assert torch.equal(inputs.values["pixels"][:32], first)
-    assert shapes == pair
+    assert shapes == items
 
 
 @pytest.mark.parametrize("packing", ["greedy", "cost"])
 def test_nothing_of_a_trial_is_kept(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each graph's trial makes the rows of its two items once; after the capture, and after timing, none are held."""
+    """Each graph's trial makes the rows of its items once; after the capture, and after timing, none are held."""
     shapes = counted(monkeypatch)
     made = captured(Example(segment_capacities=()), token_budgets=(8, 64), packing=packing, max_items_per_batch=2)
-    assert shapes[:4] == [(64, toys.CHANNELS)] * 2 + [(8, toys.CHANNELS)] * 2
-    assert (len(shapes) == 4) == (packing == "greedy")
+    assert shapes[:6] == [(rows, toys.CHANNELS) for rows in (32, 64, 32, 4, 8, 4)]
+    assert (len(shapes) == 6) == (packing == "greedy")
     assert all(not graph.inputs.state.trial for graph in made._set.graphs.values())
 
 
@@ -225,11 +235,11 @@ def test_garbage_is_not_the_real_rows_again() -> None:
 
 
 def test_right_towers_are_captured_whole() -> None:
-    """An example makes a trial stricter, and refuses nothing that is right; it is asked for half of the graph's tokens."""
+    """An example makes a trial stricter, and refuses nothing that is right; it is asked for parts of the graph's tokens."""
     table = Example()
     made = captured(table, token_budgets=(8, 64), packing="greedy", strict=True)
     assert made.get_num_graphs_to_capture() == len(made.graphs())
-    assert {32, 16, 4, 2} >= set(table.asked) >= {16, 2}
+    assert {32, 16, 8, 4, 2, 1} >= set(table.asked) >= {16, 8, 2, 1}
     request = packed_request([(1, 4, 4), (1, 2, 6)], [(2, 2, 2)])
     assert largest_difference(made.execute(request), packed_reference(table, request)) < 1e-5
 
@@ -282,7 +292,25 @@ def where_late(x: torch.Tensor, values: Mapping[str, Any]) -> torch.Tensor:
     return x + torch.where(values["positions"][:, None] > 1, x[-1:], torch.zeros(()))
 
 
+def third_only(x: torch.Tensor, values: Mapping[str, Any]) -> torch.Tensor:
+    """The third item gets something of the first, whatever their sizes."""
+    ends = values["cu_seqlens"]
+    rows = torch.arange(len(x))
+    third = (rows >= ends[2]) & (rows < ends[3]) if len(ends) > 3 else torch.zeros(len(x), dtype=torch.bool)
+    return x + torch.where(third[:, None], x[:1], torch.zeros(()))
+
+
+def unequal_only(x: torch.Tensor, values: Mapping[str, Any]) -> torch.Tensor:
+    """Items of one length do not disturb one another; where lengths differ, the longest is mixed in."""
+    lengths = values["cu_seqlens"].diff()
+    filled = lengths[lengths > 0]
+    differ = bool((filled != filled[0]).any()) if len(filled) else False
+    return x + differ * x[int(lengths.argmax())]
+
+
 MIXING: dict[str, Mixing] = {
+    "third item": third_only,
+    "items of unequal size": unequal_only,
     "last row for later positions": where_late,
     "mean times position": lambda x, v: x + x.mean(0) * v["positions"][:, None],
     "mean of the real rows": lambda x, v: x - (x * v["valid"][:, None]).sum(0) / v["valid"].sum(),

@@ -65,14 +65,12 @@ class TableTrials:
 
     def fill(self, state: GraphState, path: str, tokens: int, kind: str | None, seed: int) -> int:
         """See `SupportsPaddingTrial.fill_encoder_cudagraph_trial`."""
-        keys = self._keys_of_trial(state.buffers, path, tokens)
-        if not keys:
-            state.trial = []
-            real = self._made_up(state.buffers, path, tokens, self._generator(seed))
-        elif self._fill_items(state, path, keys, seed):
+        keys = self._fitting_keys(state, path, tokens, seed)
+        if keys:
             real = sum(self._spec_of(key)[0].tokens_on(path) for key in keys)
         else:
-            raise ProtocolError(f"example items {keys!r} do not fit the graph of {tokens} tokens that they were made for.")
+            state.trial = []
+            real = self._made_up(state.buffers, path, tokens, self._generator(seed))
         if kind is not None:
             state.buffers.poison(kind, self._generator(seed + _GARBAGE_SEED))
         return real
@@ -107,8 +105,18 @@ class TableTrials:
         # On a graph for one segment nobody has company.
         return ("use", "padding", "company") if len(state.trial) > 1 or state.buffers.segments == 1 else ("use", "padding")
 
-    def _keys_of_trial(self, buffers: GraphBuffers, path: str, tokens: int) -> list[Hashable]:
-        """Two items in so many tokens, or, where items are large, two in the whole graph with padding behind; else one."""
+    def _fitting_keys(self, state: GraphState, path: str, tokens: int, seed: int) -> list[Hashable]:
+        """Items that are in the buffers now; none without examples."""
+        unequal = self._unequal_keys(state.buffers, path, tokens)
+        if unequal and self._fill_items(state, path, unequal, seed):
+            return unequal
+        keys = self._equal_keys(state.buffers, path, tokens)
+        if keys and not self._fill_items(state, path, keys, seed):
+            raise ProtocolError(f"example items {keys!r} do not fit the graph of {tokens} tokens that they were made for.")
+        return keys
+
+    def _equal_keys(self, buffers: GraphBuffers, path: str, tokens: int) -> list[Hashable]:
+        """Two items in so many tokens; where items are large, two in the whole graph with padding behind; else one."""
         keys = self._example_keys(buffers, path, tokens, least=1, most=2)
         if len(keys) < 2:
             declared = self._table.paths[path]
@@ -116,6 +124,15 @@ class TableTrials:
             two = self._example_keys(buffers, path, whole - 1, least=2, most=2)
             return two or keys
         return keys
+
+    def _unequal_keys(self, buffers: GraphBuffers, path: str, tokens: int) -> list[Hashable]:
+        """A small item, one about twice as large, and a small one again: a leak may need a third item, or several sizes."""
+        small = self._example_keys(buffers, path, tokens // 4, least=1, most=1)
+        large = self._example_keys(buffers, path, tokens // 2, least=1, most=1)
+        keys = [*small, *large, *small] if small and large else []
+        specs = [self._spec_of(key)[0] for key in keys]
+        fits = sum(spec.frames for spec in specs) <= buffers.segments
+        return keys if fits and len({spec.tokens_on(path) for spec in specs}) > 1 else []
 
     def _example_keys(self, buffers: GraphBuffers, path: str, tokens: int, *, least: int, most: int) -> list[Hashable]:
         """Equal items that fit, as many as there is room for; none where the table gives no such that has something on this
