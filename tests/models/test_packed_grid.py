@@ -359,7 +359,7 @@ def test_examples_for_trials(build: Builder) -> None:
     made = TableEncoder(table, device=torch.device("cpu"), dtype=torch.float32)
     inputs = made.prepare_encoder_cudagraph_capture_inputs(48, 4, 4, made.device, made.dtype, "main", (0,))
     assert made.fill_encoder_cudagraph_trial(inputs.state, "main", 24, None) == 24
-    assert len(made.encoder_cudagraph_trial_values(inputs.state, "main")) == 2
+    assert len(made.encoder_cudagraph_trial_values(inputs.state, "main")) == 3
 
 
 def test_defaults() -> None:

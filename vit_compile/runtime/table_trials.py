@@ -131,8 +131,9 @@ class TableTrials:
         large = self._example_keys(buffers, path, tokens // 2, least=1, most=1)
         keys = [*small, *large, *small] if small and large else []
         specs = [self._spec_of(key)[0] for key in keys]
-        fits = sum(spec.frames for spec in specs) <= buffers.segments
-        return keys if fits and len({spec.tokens_on(path) for spec in specs}) > 1 else []
+        fits, sizes = sum(spec.frames for spec in specs) <= buffers.segments, {spec.tokens_on(path) for spec in specs}
+        # A single token would be a trace of its own: torch.compile takes a size of 1 as a constant.
+        return keys if fits and len(sizes) > 1 and min(sizes) > 1 else []
 
     def _example_keys(self, buffers: GraphBuffers, path: str, tokens: int, *, least: int, most: int) -> list[Hashable]:
         """Equal items that fit, as many as there is room for; none where the table gives no such that has something on this
