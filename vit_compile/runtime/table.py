@@ -183,9 +183,8 @@ class EncoderTable:
     def example_key(self, tokens: int) -> Hashable | None:
         """The key of an item that has at most so many output tokens on every path, and at least one somewhere.
 
-        With it graphs are tried at capture on real metadata, with three items of two sizes where they fit, else with two or one, each
-        compared with itself alone.
-        None: made-up metadata is used (zeros), which shows less.
+        With it graphs are tried at capture on real metadata, with three items of two sizes where they fit, else with two or one,
+        each compared with itself alone. None: made-up metadata is used (zeros), which shows less.
         """
         return None
 
