@@ -330,6 +330,28 @@ def test_layouts_are_legal(rows: int, segments: int, longest: int, expected: tup
         assert max(b - a for a, b in itertools.pairwise(ends)) <= longest
 
 
+@pytest.mark.parametrize("odd", ["empty segment", "single row", "unused slots"])
+def test_a_kernel_that_is_wrong_in_a_corner_is_refused(odd: str, table: dict[str, Kernel]) -> None:
+    """Right on long segments is not enough: graphs have empty ones, single rows, and slots that nobody uses."""
+
+    def wrong(q: Any, k: Any, v: Any, cu_seqlens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out, lengths = good(q, k, v, cu_seqlens, *rest), cu_seqlens.diff()
+        end = int(cu_seqlens[-1])
+        if odd == "empty segment" and bool(((lengths == 0) & (cu_seqlens[:-1] < end)).any()):
+            out[end - 1] += 1
+        if odd == "single row" and bool((lengths == 1).any()):
+            out[int(cu_seqlens[int((lengths == 1).nonzero()[0])])] += 1
+        if odd == "unused slots" and bool((cu_seqlens[:-1] == end).any()):
+            out[0] = float("nan")
+        return out
+
+    fill(table, wrong=wrong, good=lambda *args: good(*args))
+    runs, refused = admission.candidates(PROBLEM, CPU, fence_from=2)
+    assert "good" in runs
+    assert "wrong" not in runs
+    assert "its numbers are wrong here" in refused["wrong"]
+
+
 def test_a_long_layout_does_not_outweigh_the_others(table: dict[str, Kernel]) -> None:
     """A kernel that takes a third of the time with many short segments and a tenth more with one long one is chosen, though the
     long one takes most of the time."""
