@@ -87,8 +87,7 @@ def own(case: Case, cut: tuple[int, int, int, int]) -> Callable[[], Any]:
 
     q, k, v, boundaries = operands(case)
     q_rows, keys, warps, stages = cut
-    slots = next(size for size in triton_kernel.SLOTS if size >= case.slots)
-    parts, scale = triton_kernel.parts_of(case.head_dim), case.head_dim**-0.5
+    slots, parts, scale = triton_kernel.slots_for(case.slots), triton_kernel.parts_of(case.head_dim), case.head_dim**-0.5
     how = {"q_rows": q_rows, "keys": keys, "warps": warps, "stages": stages}
     return lambda: attention(q, k, v, boundaries, scale, parts=parts, slots=slots, **how)
 

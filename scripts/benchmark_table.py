@@ -22,12 +22,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from scripts.bench_section import bench_tables
+from scripts.markdown import Row, conditions, head, line, milliseconds
 from vit_compile.tools.bench.results import KIND
 
 OURS = "vit_cudagraph full"
 RIVALS = {"eager": "eager as shipped", "torch.compile": "torch.compile", "reduce-overhead": "reduce-overhead"}
-
-Row = dict[str, Any]
 
 
 class Result:
@@ -52,18 +51,6 @@ class Result:
     def field(self, peer: str, name: str, text: str) -> str:
         """`text`, or a dash where the file says that the field is not valid."""
         return "-" if name in self.invalid.get(peer, {}) else text
-
-
-def line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def head(titles: list[str]) -> list[str]:
-    return [line(titles), line(["---", *["---:"] * (len(titles) - 1)])]
-
-
-def milliseconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def tower_table(result: Result) -> list[str]:
@@ -111,9 +98,7 @@ def tables(results: list[Result]) -> str:
     """One section per tower."""
     lines: list[str] = []
     for result in results:
-        machine = result.environment
-        versions = f"torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}"
-        lines += [f"## {result.tower}", "", f"{machine['device']}, {versions}. `{result.command}`", ""]
+        lines += [f"## {result.tower}", "", conditions({"environment": result.environment, "command": result.command}), ""]
         lines += [*tower_table(result), "", *ratio_table(result), ""]
         lines += [f"Served by: {served(result)}.", ""] if served(result) else []
         for peer, reasons in result.invalid.items():
@@ -135,9 +120,8 @@ def runtime_tables(contents: list[Row]) -> str:
     """Traffic and host time of the manager, one section per tower."""
     lines: list[str] = []
     for content in contents:
-        machine, traffic = content["environment"], content["traffic"]
-        versions = f"torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}"
-        lines += [f"## {content['tower']}, requests", "", f"{machine['device']}, {versions}. `{content['command']}`", ""]
+        traffic = content["traffic"]
+        lines += [f"## {content['tower']}, requests", "", conditions(content), ""]
         lines += [f"{traffic['requests']} requests with {traffic['images']} images, {traffic['tokens']} output tokens.", ""]
         titles = ["packing, ladder", "total s", "mean ms", "P50 ms", "P99 ms", "padded share", "replays", "eager items"]
         lines += head([*titles, "graphs", "MiB", "capture s", "difference"])
@@ -157,13 +141,6 @@ def runtime_tables(contents: list[Row]) -> str:
             lines.append(line([row["case"], *cells, f"{row['replays_per_call']:g}"]))
         lines += ["", content["note"], ""] if "note" in content else [""]
     return "\n".join(lines)
-
-
-def conditions(content: Row) -> str:
-    """Machine, versions and command, in one line."""
-    machine = content["environment"]
-    versions = f"torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}"
-    return f"{machine['device']}, {versions}. `{content['command']}`"
 
 
 def models_tables(contents: list[Row]) -> str:
@@ -208,7 +185,7 @@ def updated(page: str, results: list[Result], others: dict[str, list[Row]], benc
     """A page with its tables made anew."""
     made = {"tables": tables(results), "summary": summary(results), "runtime": runtime_tables(others.get("runtime", []))}
     made |= {"models": models_tables(others.get("models", [])), "dense": dense_tables(others.get("dense", []))}
-    made["bench"] = bench_tables(bench, head, line)
+    made["bench"] = bench_tables(bench)
     for marker, content in made.items():
         text = f"<!-- {marker} -->\n\n{content.rstrip()}\n\n<!-- end -->"
         page = re.sub(rf"<!-- {marker} -->\n.*?<!-- end -->", lambda _, text=text: text, page, flags=re.DOTALL)
@@ -234,7 +211,7 @@ def main() -> None:
         print(runtime_tables(others.get("runtime", [])))
         print(models_tables(others.get("models", [])))
         print(dense_tables(others.get("dense", [])))
-        print(bench_tables(bench, head, line))
+        print(bench_tables(bench))
     for page in options.into:
         page.write_text(updated(page.read_text(encoding="utf-8"), results, others, bench), encoding="utf-8")
 

@@ -80,20 +80,13 @@ def steps_ms(call: Callable[[], Any], device: torch.device) -> dict[str, float]:
 
 def walls(call: Callable[[], Any], device: torch.device) -> dict[str, float]:
     """Median wall and host milliseconds of calls with synchronisation, and of calls back to back."""
-    wall, host = [], []
-    for _ in range(RUNS):
-        synchronize(device)
-        started = time.perf_counter()
-        call()
-        host.append(time.perf_counter() - started)
-        synchronize(device)
-        wall.append(time.perf_counter() - started)
+    host, wall = (statistics.median(times) for times in zip(*graphs.timed(call, device, RUNS), strict=True))
     started = time.perf_counter()
     for _ in range(RUNS):
         call()
     synchronize(device)
     behind = (time.perf_counter() - started) / RUNS
-    return {"wall": statistics.median(wall) * 1e3, "host": statistics.median(host) * 1e3, "back to back": behind * 1e3}
+    return {"wall": wall, "host": host, "back to back": behind * 1e3}
 
 
 def kernels_ms(call: Callable[[], Any], runs: int = 3) -> dict[str, tuple[float, int]]:

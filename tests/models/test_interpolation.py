@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-vision_utils = pytest.importorskip("transformers.vision_utils")
+from vit_compile.models import interpolation
 
-from vit_compile.models import interpolation  # noqa: E402
+vision_utils = pytest.importorskip("transformers.vision_utils")
 
 MODES = [("bilinear", True), ("bilinear", False), ("bicubic", True), ("bicubic", False)]
 

@@ -22,12 +22,12 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vit_compile.attention import kernels
+from vit_compile.attention.fence import Varlen
 from vit_compile.attention.problem import Problem
 
 log = logging.getLogger(__name__)
@@ -48,14 +48,17 @@ CAPABILITY = (8, 0)
 VECTOR = 8
 """Elements in 16 bytes: a head is a multiple of them."""
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
-
 
 def parts_of(head_dim: int) -> tuple[int, int]:
     """Widths of the two products for a head: the largest power of two within it, and one for what is left, or 0."""
     first = 1 << (head_dim.bit_length() - 1)
     rest = head_dim - first
     return first, max(LEAST_WIDTH, 1 << (rest - 1).bit_length()) if rest else 0
+
+
+def slots_for(segments: int) -> int:
+    """The least of `SLOTS` with room for so many segments."""
+    return next(size for size in SLOTS if size >= segments)
 
 
 def why_not(problem: Problem, capability: tuple[int, int]) -> str | None:
@@ -70,7 +73,7 @@ def why_not(problem: Problem, capability: tuple[int, int]) -> str | None:
     return None if _triton() is not None else "Triton is not installed"
 
 
-def runner(name: str) -> Attention:
+def runner(name: str) -> Varlen:
     """The kernel with one of `BLOCKS`."""
     return functools.partial(attention, name=name)
 
@@ -92,8 +95,7 @@ def attention(
     """
     if not scale > LEAST_SCALE:
         return kernels.forward(q[..., : v.shape[2]], k[..., : v.shape[2]], v, cu_seqlens, max_seqlen, scale)
-    segments = cu_seqlens.shape[0] - 1
-    slots = next(size for size in SLOTS if size >= segments)
+    slots = slots_for(cu_seqlens.shape[0] - 1)
     parts = parts_of(v.shape[2])
     blocks = BLOCKS[name] | (OF_WIDE.get(name, {}) if sum(parts) >= WIDE_FROM else {})
     made: torch.Tensor = _triton().attention(

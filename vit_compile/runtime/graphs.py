@@ -334,20 +334,28 @@ def _written(graph: EncoderGraph) -> Skip | None:
 
 def median_ms(function: Callable[[], object], device: torch.device, runs: int = TIMED_RUNS) -> float:
     """Median wall time of a call in milliseconds, with synchronisation, after one that does not count."""
-    return statistics.median(wall for _, wall in _timed(function, device, runs))
+    return statistics.median(wall for _, wall in timed(function, device, runs))
 
 
 def least_ms(function: Callable[[], object], device: torch.device, runs: int = TIMED_RUNS) -> tuple[float, float]:
     """(until the call returns, until the device is done), in milliseconds: the least of several calls after one that does not
     count. Other work on a shared device only adds to a call's time, so that the least is what to predict with. Of a long call,
     two are enough."""
-    times = _timed(function, device, runs, ENOUGH_MS)
+    times = timed(function, device, runs, ENOUGH_MS)
     return min(host for host, _ in times), min(wall for _, wall in times)
 
 
-def _timed(
+def timed(
     function: Callable[[], object], device: torch.device, runs: int, enough_ms: float = math.inf
 ) -> list[tuple[float, float]]:
+    """(until the call returns, until the device is done), in milliseconds, of calls that find the device idle, but the first.
+
+    Args:
+        function: the call.
+        device: where it runs.
+        runs: calls that count.
+        enough_ms: after so much time two of them are enough.
+    """
     times: list[tuple[float, float]] = []
     while len(times) <= runs and (len(times) < 3 or sum(wall for _, wall in times) < enough_ms):
         if device.type == "cuda":

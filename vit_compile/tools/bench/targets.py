@@ -78,6 +78,11 @@ class Target:
     find: Find
     unit: str = "x"
 
+    @property
+    def needed(self) -> str:
+        """The limit in words."""
+        return f"{'>=' if self.at_least else '<='} {self.limit:g} {self.unit}"
+
     def verdict(self, reached: Reached | None) -> str:
         """ "reached", "missed", or that there is nothing to judge."""
         if reached is None:
@@ -324,16 +329,14 @@ def _table(title: str, sources: Sequence[Source]) -> Table:
         rows = Rows(sources)
         reached = target.find(rows)
         verdict = target.verdict(reached) if reached is None or not refused else refused
-        sign = ">=" if target.at_least else "<="
         color = {"reached": "green", "missed": "red"}.get(verdict, "dim")
-        needed = f"{sign} {target.limit:g} {target.unit}"
-        table.add_row(
-            str(target.number), target.what, needed, escape(_words(target, reached, rows.taken)), f"[{color}]{verdict}[/]"
-        )
+        found = escape(words(target, reached, rows.taken))
+        table.add_row(str(target.number), target.what, target.needed, found, f"[{color}]{verdict}[/]")
     return table
 
 
-def _words(target: Target, reached: Reached | None, taken: str) -> str:
+def words(target: Target, reached: Reached | None, taken: str = "") -> str:
+    """What was reached, and which files were taken where there was a choice."""
     if reached is None:
         return "-"
     number = "" if reached.value == float("inf") else f"{reached.value:.2f} {target.unit}"
