@@ -20,21 +20,32 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 CUTS = (
-    (128, 64, 8, 2),
-    (128, 64, 8, 3),
-    (128, 64, 4, 2),
-    (128, 64, 4, 3),
-    (128, 32, 4, 3),
-    (128, 128, 8, 2),
-    (64, 64, 4, 2),
-    (64, 64, 4, 3),
-    (64, 64, 8, 2),
-    (64, 32, 4, 3),
-    (64, 128, 4, 2),
-    (32, 64, 4, 2),
-    (32, 32, 4, 3),
+    (128, 64, 8, 2, False),
+    (128, 64, 8, 3, False),
+    (128, 64, 4, 2, False),
+    (128, 64, 4, 3, False),
+    (128, 32, 4, 3, False),
+    (128, 128, 8, 2, False),
+    (64, 64, 4, 2, False),
+    (64, 64, 4, 3, False),
+    (64, 64, 8, 2, False),
+    (64, 32, 4, 3, False),
+    (64, 128, 4, 2, False),
+    (32, 64, 4, 2, False),
+    (32, 32, 4, 3, False),
+    (128, 64, 8, 3, True),
+    (128, 64, 4, 2, True),
+    (128, 64, 4, 3, True),
+    (128, 64, 4, 4, True),
+    (128, 32, 4, 4, True),
+    (64, 64, 4, 2, True),
+    (64, 64, 4, 3, True),
+    (64, 128, 4, 2, True),
+    (64, 128, 4, 3, True),
+    (32, 64, 4, 3, True),
 )
-"""Rows of q of a program, keys at a time, warps, stages."""
+"""Rows of q of a program, keys at a time, warps, stages, whether keys are loaded by descriptors."""
+Cut = tuple[int, int, int, int, bool]
 
 
 class Case(NamedTuple):
@@ -80,25 +91,25 @@ def operands(case: Case) -> tuple[Any, ...]:
     return (*packed.unbind(1), torch.tensor(ends, dtype=torch.int32, device="cuda"))
 
 
-def own(case: Case, cut: tuple[int, int, int, int]) -> Callable[[], Any]:
+def own(case: Case, cut: Cut) -> Callable[[], Any]:
     """The project's kernel, its work cut in one way."""
     from vit_compile.attention import triton_kernel
     from vit_compile.attention.varlen_triton import attention
 
     q, k, v, boundaries = operands(case)
-    q_rows, keys, warps, stages = cut
+    q_rows, keys, warps, stages, tiles = cut
     slots, parts, scale = triton_kernel.slots_for(case.slots), triton_kernel.parts_of(case.head_dim), case.head_dim**-0.5
-    how = {"q_rows": q_rows, "keys": keys, "warps": warps, "stages": stages}
+    how = {"q_rows": q_rows, "keys": keys, "warps": warps, "stages": stages, "tiles": tiles}
     return lambda: attention(q, k, v, boundaries, scale, parts=parts, slots=slots, **how)
 
 
-def compile_all(cut: tuple[int, int, int, int]) -> None:
+def compile_all(cut: Cut) -> None:
     """In a process of its own: what is compiled is found on disk by the next."""
     for case in CASES:
         own(case, cut)()
 
 
-def measure(case: Case, cuts: tuple[tuple[int, int, int, int], ...]) -> dict[str, Any]:
+def measure(case: Case, cuts: tuple[Cut, ...]) -> dict[str, Any]:
     """Microseconds of one call by kernel, with the tight bound and (for FlashAttention-2) with that of a graph."""
     import torch
 
@@ -133,7 +144,7 @@ def measure(case: Case, cuts: tuple[tuple[int, int, int, int], ...]) -> dict[str
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", action="store_true", help="library kernels and the two ways that are kept, nothing else")
+    parser.add_argument("--kernels", action="store_true", help="library kernels and the ways that are kept, nothing else")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     cuts = () if arguments.kernels else CUTS

@@ -18,10 +18,12 @@ from vit_compile.attention import reference, triton_kernel, varlen_triton
 random.seed(0)
 torch.manual_seed(0)
 
+TILES = {tiles}
+
 def run(q, k, v, boundaries, scale, slots, q_rows, keys):
     parts = triton_kernel.parts_of(v.shape[2])
     return varlen_triton.attention(
-        q, k, v, boundaries, scale, parts=parts, slots=slots, q_rows=q_rows, keys=keys, warps=4, stages=2
+        q, k, v, boundaries, scale, parts=parts, slots=slots, q_rows=q_rows, keys=keys, warps=4, stages=2, tiles=TILES
     )
 
 lengths_of = [[50], [50, 0, 17, 53], [0, 0, 33], [7, 0, 0, 0, 83, 0], [0], [16, 16, 1], [1] * 20, [64, 32]]
@@ -72,10 +74,11 @@ print("the same")
 """
 
 
-def test_the_kernel_does_what_the_reference_does() -> None:
+@pytest.mark.parametrize("tiles", [False, True], ids=["pointers", "descriptors"])
+def test_the_kernel_does_what_the_reference_does(tiles: bool) -> None:
     """Head dims of one and of two parts, empty segments, ends within a block, NaN behind the last one, further columns, broken
     neighbours bit for bit, blocks of -inf scores: the reference's numbers in float64, and zeros behind."""
-    check_interpreted(_PROCESS)
+    check_interpreted(_PROCESS.replace("{tiles}", str(tiles)))
 
 
 @pytest.mark.parametrize(

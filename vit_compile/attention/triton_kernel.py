@@ -36,7 +36,8 @@ BLOCKS: dict[str, dict[str, int]] = {
     "triton-64": {"q_rows": 64, "keys": 64, "warps": 4, "stages": 2},
     "triton-128": {"q_rows": 128, "keys": 64, "warps": 4, "stages": 3},
 }
-"""Two of thirteen ways to cut the work that were timed on fifteen shapes: for many or short segments, and for long ones."""
+"""Two of many ways to cut the work that were timed on fifteen shapes: for many or short segments, and for long ones. The same two
+are the best where descriptors load the keys."""
 WIDE_FROM, OF_WIDE = 96, {"triton-128": {"warps": 8, "stages": 2}}
 """From so many columns on, the accumulators of 128 rows do not fit into the registers of four warps."""
 SLOTS = (64, 1024, 4096)
@@ -44,7 +45,8 @@ SLOTS = (64, 1024, 4096)
 LEAST_SCALE = 1e-6
 """The largest score is found before it is scaled, so that the scale must be above 0, in float32 too."""
 LEAST_WIDTH, LARGEST_HEAD_DIM = 16, 128
-CAPABILITY = (8, 0)
+CAPABILITY, OF_TILES = (8, 0), (9, 0)
+"""Capabilities of a device that runs the kernel, and of one that loads blocks of keys by descriptors."""
 VECTOR = 8
 """Elements in 16 bytes: a head is a multiple of them."""
 
@@ -98,8 +100,9 @@ def attention(
     slots = slots_for(cu_seqlens.shape[0] - 1)
     parts = parts_of(v.shape[2])
     blocks = BLOCKS[name] | (OF_WIDE.get(name, {}) if sum(parts) >= WIDE_FROM else {})
+    tiles = v.is_cuda and torch.cuda.get_device_capability(v.device) >= OF_TILES
     made: torch.Tensor = _triton().attention(
-        *map(kernels.ready, (q, k, v)), cu_seqlens.contiguous(), scale, parts=parts, slots=slots, **blocks
+        *map(kernels.ready, (q, k, v)), cu_seqlens.contiguous(), scale, parts=parts, slots=slots, tiles=tiles, **blocks
     )
     return made
 

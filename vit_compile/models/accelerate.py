@@ -165,6 +165,9 @@ class TowerManager(EncoderCudaGraphManager):
         """See `EncoderCudaGraphManager`; a ModelError if the model has another tower or projector by now."""
         if self.bound is not None and self.bound.changed():
             raise ModelError("the model's tower or projector was replaced: make its encoder anew.")
+        if not torch.is_autocast_enabled(self.device.type):  # of a call for one image, switching it off would be a tenth
+            with encoding():
+                return super().execute(mm_kwargs)
         with encoding(), torch.autocast(self.device.type, enabled=False):
             return super().execute(mm_kwargs)
 

@@ -105,9 +105,12 @@ def check_request(mm_kwargs: Any, modalities: Mapping[str, Sequence[str]]) -> li
     """
     if not isinstance(mm_kwargs, Mapping):
         raise InputError(f"the request is {type(mm_kwargs).__name__}: expected a dict of inputs by name.")
-    known = "; ".join(f"{modality}: {', '.join(names)}" for modality, names in modalities.items())
     for name, value in mm_kwargs.items():
-        if not any(name in names for names in modalities.values()):
+        for names in modalities.values():
+            if name in names:
+                break
+        else:
+            known = "; ".join(f"{modality}: {', '.join(names)}" for modality, names in modalities.items())
             raise InputError(f"unknown input {name!r}. This model encodes {known}.")
         if value is None:
             raise InputError(f"{name} is None: leave it out where there is none of it.")

@@ -347,7 +347,7 @@ class TableEncoder:
             if output is None:
                 parts[path] = [None] * len(specs)
             else:
-                split = output.split(sizes)
+                split = output.split_with_sizes(sizes)
                 parts[path] = [part if size else None for part, size in zip(split, sizes, strict=True)]
         if type(self.table).assemble is EncoderTable.assemble and len(parts) == 1:
             (only,) = parts.values()

@@ -17,6 +17,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _WITHOUT_SWITCHES = frozenset({"torch", "torchvision", "transformers", "transformers_modules", "timm"})
 """Packages whose layers are not switched by attributes once they are built: they are not looked at, which would take long."""
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, types.FunctionType, types.BuiltinFunctionType)
+_SEQUENCES = (list, tuple)
 _MISSING = object()
 _COUNT = "(number of attributes)"
 MOST_ENTRIES = 64
@@ -48,7 +49,7 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
 def _held(model: Any) -> Iterator[Any]:
     """Attributes of an object, and what lies in lists, tuples and dicts among them."""
     for value in getattr(model, "__dict__", {}).values():
-        if isinstance(value, list | tuple):
+        if isinstance(value, _SEQUENCES):
             yield from value
         elif isinstance(value, dict):
             yield from value.values()

@@ -39,7 +39,7 @@ LEAST_REQUESTS = 3
 """Of each case, however long they take."""
 MAX_WAITING_BYTES = 4 << 30
 """Of inputs that lie ready for the requests that nobody waits for."""
-LAUNCHES_FROM = 3
+REPLAYS_FROM = 3
 """Calls that tell which graphs serve a repeated request."""
 
 
@@ -146,7 +146,7 @@ def _case_row(bench: Bench, spec: PeerSpec, peer: Peer, case: Case) -> Row:
     latencies = Latencies.of(walls)
     throughput = _back_to_back(bench, peer, case.requests[: len(walls)], latencies.mean_ms)
     done = [item_grids(request, bench.setup.tower)[0] for request in case.requests[: len(walls)]]
-    beyond = _beyond_launch(bench, peer, case.requests[0], hosts) if bench.traffic.is_single else None
+    beyond = _beyond_replay(bench, peer, case.requests[0], hosts, walls) if bench.traffic.is_single else {}
     row = Row(
         peer=spec.name,
         case=case.label,
@@ -161,8 +161,8 @@ def _case_row(bench: Bench, spec: PeerSpec, peer: Peer, case: Case) -> Row:
         p99_ms=latencies.p99_ms,
         host_ms=sum(hosts) / len(hosts),
         host_share=sum(hosts) / sum(walls),
-        host_beyond_launch_ms=beyond,
         latencies_ms=tuple(round(wall, 4) for wall in walls),
+        **beyond,
         **throughput,
         **counted,
         **_roofline(bench, done, latencies.mean_ms),
@@ -215,16 +215,21 @@ def _back_to_back(bench: Bench, peer: Peer, requests: Sequence[Request], expecte
     }
 
 
-def _beyond_launch(bench: Bench, peer: Peer, request: Request, hosts: Sequence[float]) -> float | None:
-    """Median host time of a call less that of launching the graphs that serve it; None without a manager."""
-    if not hasattr(peer, "launch_ms") or bench.ranks.size > 1:
-        return None
+def _beyond_replay(
+    bench: Bench, peer: Peer, request: Request, hosts: Sequence[float], walls: Sequence[float]
+) -> dict[str, Any]:
+    """Median host and wall time of a call less those of nothing but its replays; nothing without a manager."""
+    if not hasattr(peer, "replay_ms") or bench.ranks.size > 1:
+        return {}
     before, prepared = stats_of(peer), peer.prepare(bench.pixels.inputs(request, 0))
-    for _ in range(LAUNCHES_FROM):
+    for _ in range(REPLAYS_FROM):
         peer.call(prepared)
     synchronize(bench.setup.tower.device)
-    launch_ms: float = peer.launch_ms(before, stats_of(peer), LAUNCHES_FROM)
-    return Latencies.of(hosts).p50_ms - launch_ms
+    host_ms, wall_ms = peer.replay_ms(before, stats_of(peer), REPLAYS_FROM)
+    return {
+        "host_beyond_launch_ms": Latencies.of(hosts).p50_ms - host_ms,
+        "wall_beyond_replay_ms": Latencies.of(walls).p50_ms - wall_ms,
+    }
 
 
 def _checked(bench: Bench, peer: Peer, case: Case, done: int) -> dict[str, Any]:

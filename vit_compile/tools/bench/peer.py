@@ -61,8 +61,8 @@ class Observed(Protocol):
     def budgets(self) -> tuple[int, ...]:
         """The ladder, in output tokens."""
 
-    def launch_ms(self, before: Mapping[str, Any], after: Mapping[str, Any], calls: int) -> float:
-        """Host time, per call, of launching the graphs that were replayed between two snapshots."""
+    def replay_ms(self, before: Mapping[str, Any], after: Mapping[str, Any], calls: int) -> tuple[float, float]:
+        """Host and wall milliseconds, per call, of nothing but the replays that there were between two snapshots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

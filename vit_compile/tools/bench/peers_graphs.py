@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from vit_compile.models.accelerate import accelerate, encoder_for
 from vit_compile.models.hf_attention import encoding
 from vit_compile.runtime.config import EncoderConfig
+from vit_compile.runtime.graphs import timed
 from vit_compile.runtime.manager import EncoderCudaGraphManager
 from vit_compile.tools.bench.ladders import Ladder
 from vit_compile.tools.bench.peer import Setup
@@ -34,34 +34,24 @@ class _Managed:
         """See `Observed`."""
         return self.manager.ladders.paths["main"]
 
-    def launch_ms(self, before: Mapping[str, Any], after: Mapping[str, Any], calls: int) -> float:
+    def replay_ms(self, before: Mapping[str, Any], after: Mapping[str, Any], calls: int) -> tuple[float, float]:
         """See `Observed`."""
         earlier = {_key(graph): graph["replays"] for graph in before["graphs"]}
         # Graphs are held by key; the snapshot, which is public, knows how often each was replayed.
         held = {(key.path, key.token_budget, tuple(map(str, key.axis_keys))): g for key, g in self.manager._set.graphs.items()}
-        total = 0.0
+        host = wall = 0.0
         for graph in after["graphs"]:
             replays = graph["replays"] - earlier.get(_key(graph), 0)
             if replays and _key(graph) in held:
                 with encoding():  # where there is no CUDA, a replay is a run of the forward
-                    total += replays * _host_ms(held[_key(graph)].replay, self.manager.device)
-        return total / max(1, calls)
+                    times = timed(held[_key(graph)].replay, self.manager.device, _LAUNCHES)
+                host += replays * statistics.median(host for host, _ in times)
+                wall += replays * statistics.median(wall for _, wall in times)
+        return host / max(1, calls), wall / max(1, calls)
 
 
 def _key(graph: Mapping[str, Any]) -> tuple[str, int, tuple[str, ...]]:
     return graph["path"], graph["token_budget"], tuple(graph["axis_keys"])
-
-
-def _host_ms(function: Callable[[], Any], device: torch.device) -> float:
-    """Median host time of a call that finds the device idle."""
-    times = []
-    for _ in range(_LAUNCHES):
-        synchronize(device)
-        started = time.perf_counter()
-        function()
-        times.append((time.perf_counter() - started) * 1e3)
-    synchronize(device)
-    return statistics.median(times)
 
 
 def synchronize(device: torch.device) -> None:

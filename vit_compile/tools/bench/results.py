@@ -68,6 +68,7 @@ class Row:
     host_ms: float | None = None
     host_share: float | None = None
     host_beyond_launch_ms: float | None = None
+    wall_beyond_replay_ms: float | None = None
 
     padded_share: float | None = None
     hits: int | None = None

@@ -1,0 +1,565 @@
+"""Varlen attention for Hopper in Gluon, beside `varlen_triton`. Importing this file needs Triton with Gluon (3.6 or later).
+
+FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608) with the boundaries, head dims and zeros of `varlen_triton`: the same
+contract, the same semantics of infinite and NaN scores, other roundings.
+
+A program takes 128 rows of q. Two warpgroups, the consumers, compute 64 of them each, while a third, the producer, loads blocks
+of 128 keys and values with the tensor memory accelerator. What makes it fast:
+
+- the ring: keys and values stand in two places each, which the producer fills while the consumers compute;
+- ping-pong: the consumers take turns at the tensor cores, so that one computes exponentials while the other multiplies;
+- overlap (optional): a consumer starts on the scores of a block before the weights of the one before it meet their values.
+
+The ring. A place has a barrier `full`, which completes when all bytes have arrived, and a barrier `free`, which completes when
+both consumers have let go of what stood there. Each completion flips the phase of a barrier, and a wait for a parity passes when
+the phase of that parity is over. Block b stands in place b % STAGES in round b // STAGES: consumers wait for `full` with the
+parity of the round, and the producer for `free` with the other one, which a fresh barrier lets pass. Consumers wait for every
+`full` that the producer starts, so that nothing is in flight when a program ends.
+
+The last block of a segment comes first. It may be a part of one: what stands in its place behind the end, NaN maybe, belongs to
+another segment. Its scores are masked and its values are set to zero before the loop, so that the loop knows nothing of masks.
+
+A program takes a multiprocessor for itself, even one that only writes zeros: there should not be many more slots than segments.
+
+Shapes: T rows, H heads, D head dim, S segments.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from triton.experimental import gluon  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from triton.experimental.gluon import language as gl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+from vit_compile.attention.triton_kernel import VECTOR
+
+LOG2_E = 1.4426950408889634
+HEAD_DIMS = range(16, 129, 8)
+"""Head dims for which the registers and the shared memory suffice."""
+CAPABILITY = (9, 0)
+"""The one there is: the instructions were dropped again after Hopper."""
+
+CONSUMERS = gl.constexpr(2)
+ROWS = gl.constexpr(64)
+"""Rows of q of one consumer: the height of a product of one warpgroup."""
+Q_ROWS = gl.constexpr(128)
+"""Rows of q of a program."""
+KEYS = gl.constexpr(128)
+STAGES = gl.constexpr(2)
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+"""Of a thread: what the producer does not need goes to the consumers."""
+FIRST_TURN, VALUES_CLEARED = gl.constexpr(10), gl.constexpr(12)
+"""Named barriers, a turn for each consumer. Triton itself uses the first few of the sixteen."""
+
+
+class Ring(NamedTuple):
+    """Blocks of keys and values in shared memory, [STAGES,KEYS,width] for each part of a head, and barriers [STAGES,1]."""
+
+    k_1: Any
+    k_2: Any
+    v_1: Any
+    v_2: Any
+    k_full: Any
+    k_free: Any
+    v_full: Any
+    v_free: Any
+
+
+@gluon.constexpr_function  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _row_layout(width: int) -> Any:
+    """16 bytes a thread, whole rows of so many columns, four warps."""
+    per_row = width // VECTOR
+    return gl.BlockedLayout([1, VECTOR], [32 // per_row, per_row], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _tile_layout(width: int, rank: int) -> Any:
+    """Rows of so many 16-bit elements as the tensor cores read them: the widest swizzle that fits."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(2 * width, 128), element_bitwidth=16, rank=rank)
+
+
+@gluon.constexpr_function  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _product_layout(columns: int) -> Any:
+    """A result [ROWS,columns] of one warpgroup."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _slots_layout(slots: int) -> Any:
+    """Few slots: all of them in each warp, so that warps do not exchange sums. Many: spread, neighbours to neighbours."""
+    return gl.BlockedLayout([slots // 32 if 32 <= slots <= 64 else 1], [32], [4], [0])
+
+
+@gluon.constexpr_function  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _barrier_code(action: str, number: int, threads: int) -> str:
+    """Assembly without an operand, and with the result that the language wants of it."""
+    return f"{{ bar.{action} {number}, {threads}; mov.b32 $0, 0; }}"
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _named_barrier(ACTION: gl.constexpr, NUMBER: gl.constexpr):  # type: ignore[no-untyped-def]
+    """`sync` waits until all threads of both consumers have come, `arrive` comes without waiting."""
+    CODE: gl.constexpr = _barrier_code(ACTION, NUMBER, CONSUMERS * 128)
+    gl.inline_asm_elementwise(CODE, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _exp2(x):  # type: ignore[no-untyped-def]
+    """2 to the power of x. Results below the normal numbers become zero: anything else takes two more instructions."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _sum_of(a, b):  # type: ignore[no-untyped-def]
+    return a + b
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _own_block(cu_seqlens, segments, SLOTS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """First row of this program's block, end of its segment, start of its segment: as in `varlen_triton`."""
+    slot = gl.arange(0, SLOTS, _slots_layout(SLOTS))
+    inside = slot < segments
+    starts = gl.load(cu_seqlens + slot, mask=inside, other=0)
+    ends = gl.load(cu_seqlens + slot + 1, mask=inside, other=0)
+    blocks = (ends - starts + Q_ROWS - 1) // Q_ROWS
+    upto = gl.associative_scan(blocks, 0, _sum_of)
+    program = gl.program_id(0)
+    mine = (program < upto) & (program >= upto - blocks)
+    start = gl.sum(gl.where(mine, starts, 0), axis=0)
+    end = gl.sum(gl.where(mine, ends, 0), axis=0)
+    before = gl.sum(gl.where(mine, upto - blocks, 0), axis=0)
+    last = gl.max(ends, axis=0)
+    used = gl.sum(blocks, axis=0)
+    first = gl.where(program < used, start + (program - before) * Q_ROWS, last + (program - used) * Q_ROWS)
+    return first, end, start
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _rows_at(  # type: ignore[no-untyped-def]
+    pointer, stride, left, FIRST: gl.constexpr, COUNT: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.constexpr,
+    DIM: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Pointers [COUNT,WIDTH] from row FIRST and column COLUMN on, and whether there are that row, of `left`, and that column."""
+    row = FIRST + gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT))
+    column = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    return pointer + row[:, None] * stride + column[None, :], (row < left)[:, None] & (column < DIM)[None, :]
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _store_zeros(out, out_row, left, COLUMN: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr):  # type: ignore[no-untyped-def]
+    LAYOUT: gl.constexpr = _row_layout(WIDTH)
+    at, there = _rows_at(out, out_row, left, 0, Q_ROWS, COLUMN, WIDTH, DIM, LAYOUT)
+    gl.store(at, gl.zeros([Q_ROWS, WIDTH], out.dtype.element_ty, LAYOUT), mask=there)
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _load_q(  # type: ignore[no-untyped-def]
+    q, q_row, left, WHO: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr
+):  # fmt: skip
+    """This consumer's rows of q, as an operand in registers."""
+    at, there = _rows_at(q, q_row, left, WHO * ROWS, ROWS, COLUMN, WIDTH, DIM, _row_layout(WIDTH))
+    return gl.convert_layout(gl.load(at, mask=there, other=0.0), gl.DotOperandLayout(0, _product_layout(KEYS), 2))
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _store(  # type: ignore[no-untyped-def]
+    out, out_row, left, acc, total, WHO: gl.constexpr, COLUMN: gl.constexpr, DIM: gl.constexpr
+):  # fmt: skip
+    LAYOUT: gl.constexpr = acc.type.layout
+    at, there = _rows_at(out, out_row, left, WHO * ROWS, ROWS, COLUMN, acc.shape[1], DIM, LAYOUT)
+    acc = _scaled(acc, 1.0 / total)
+    gl.store(at, acc.to(out.dtype.element_ty), mask=there)
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _scaled(acc, factor):  # type: ignore[no-untyped-def]
+    """Every row of acc times its factor, [ROWS] in the layout of another product: the same threads, so that nothing moves."""
+    return acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _scores(q_1, q_2, ring, place, D_2: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Starts on the scores [ROWS,KEYS] of one block of keys."""
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, _product_layout(KEYS))
+    score = warpgroup_mma(q_1, ring.k_1.index(place).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if D_2 > 0:
+        score = warpgroup_mma(q_2, ring.k_2.index(place).permute((1, 0)), score, is_async=True)
+    return score
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _weighed(weight, values, acc):  # type: ignore[no-untyped-def]
+    """Starts to add the weighed values to one part of the result."""
+    operand = gl.convert_layout(weight, gl.DotOperandLayout(0, acc.type.layout, 2))
+    return warpgroup_mma(operand, values, acc, is_async=True)
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _add_values(weight, ring, place, acc_1, acc_2, D_2: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Starts to add the weighed values of one block to both parts of the result."""
+    acc_1 = _weighed(weight, ring.v_1.index(place), acc_1)
+    if D_2 > 0:
+        acc_2 = _weighed(weight, ring.v_2.index(place), acc_2)
+    return acc_1, acc_2
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _finished(acc_1, acc_2, D_2: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Waits for all products that were started."""
+    if D_2 > 0:
+        acc_1, acc_2 = warpgroup_mma_wait(0, deps=(acc_1, acc_2))
+    else:
+        acc_1 = warpgroup_mma_wait(0, deps=(acc_1,))
+    return acc_1, acc_2
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _shrunk(acc_1, acc_2, shrink, D_2: gl.constexpr):  # type: ignore[no-untyped-def]
+    acc_1 = _scaled(acc_1, shrink)
+    if D_2 > 0:
+        acc_2 = _scaled(acc_2, shrink)
+    return acc_1, acc_2
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _sums(weight):  # type: ignore[no-untyped-def]
+    """Sums of each thread alone, [ROWS,4] for the four threads of a row: these are summed once, at the end."""
+    return gl.sum(gl.sum(gl.reshape(weight, [ROWS, KEYS // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _softmax(score, top, total, scale, DTYPE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """One block of the online softmax in base 2: weights, factor on what was summed before, new maxima and sums."""
+    new_top = gl.maximum(top, gl.max(score, axis=1) * scale)
+    shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # a block in which every score is -inf
+    shrink = _exp2(top - shift)
+    weight = _exp2(score * scale - shift[:, None])
+    total = _scaled(total, shrink) + _sums(weight)
+    return weight.to(DTYPE), shrink, new_top, total
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _masked(score, keys):  # type: ignore[no-untyped-def]
+    """-inf from key number `keys` on."""
+    LAYOUT: gl.constexpr = score.type.layout
+    real = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT)) < keys
+    return gl.where(real[None, :], score, float("-inf"))
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _clear_half(values, keys, WHO: gl.constexpr):  # type: ignore[no-untyped-def]
+    """This consumer's half of a block of values [KEYS,width] becomes zero from row `keys` on: zero times NaN is NaN."""
+    COUNT: gl.constexpr = KEYS // CONSUMERS
+    LAYOUT: gl.constexpr = _row_layout(values.shape[1])
+    half = values.slice(WHO * COUNT, COUNT)
+    real = WHO * COUNT + gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT)) < keys
+    half.store(gl.where(real[:, None], half.load(LAYOUT), 0.0))
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _clear_values(ring, keys, WHO: gl.constexpr, D_2: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Block 0 of the values becomes zero from row `keys` on, half of it by each consumer, before either multiplies with it."""
+    mbarrier.wait(ring.v_full.index(0), 0)
+    _clear_half(ring.v_1.index(0), keys, WHO)
+    if D_2 > 0:
+        _clear_half(ring.v_2.index(0), keys, WHO)
+    fence_async_shared()  # tensor cores read through another proxy than threads write through
+    _named_barrier("sync", VALUES_CLEARED)
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _place(block):  # type: ignore[no-untyped-def]
+    """Where in the ring a block stands, and the parity of its round."""
+    return block % STAGES, block // STAGES % 2
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _fill(  # type: ignore[no-untyped-def]
+    tiles_1, tiles_2, ring_1, ring_2, full, free, block, head, row, D_1: gl.constexpr, D_2: gl.constexpr
+):  # fmt: skip
+    """Starts to load KEYS rows into the place of a block, as soon as it is free."""
+    place, parity = _place(block)
+    mbarrier.wait(free.index(place), parity ^ 1)
+    mbarrier.expect(full.index(place), KEYS * (D_1 + D_2) * 2)  # bytes outside of a tensor, which come as zeros, count as well
+    tile_1 = ring_1.index(place).reshape([1, KEYS, D_1])
+    tma.async_copy_global_to_shared(tiles_1, [head, row, 0], full.index(place), tile_1)
+    if D_2 > 0:
+        tile_2 = ring_2.index(place).reshape([1, KEYS, D_2])
+        tma.async_copy_global_to_shared(tiles_2, [head, row, D_1], full.index(place), tile_2)
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _produce(  # type: ignore[no-untyped-def]
+    ring, k_tiles_1, k_tiles_2, v_tiles_1, v_tiles_2, head, last_row, blocks, D_1: gl.constexpr, D_2: gl.constexpr
+):  # fmt: skip
+    """Keys of block b + 1 before values of block b: the order in which the consumers free the places.
+
+    Blocks count from the end of the segment, whose last one starts at `last_row`.
+    """
+    _fill(k_tiles_1, k_tiles_2, ring.k_1, ring.k_2, ring.k_full, ring.k_free, 0, head, last_row, D_1, D_2)
+    for block in range(1, blocks):
+        row = last_row - block * KEYS
+        _fill(k_tiles_1, k_tiles_2, ring.k_1, ring.k_2, ring.k_full, ring.k_free, block, head, row, D_1, D_2)
+        _fill(v_tiles_1, v_tiles_2, ring.v_1, ring.v_2, ring.v_full, ring.v_free, block - 1, head, row + KEYS, D_1, D_2)
+    row = last_row - (blocks - 1) * KEYS
+    _fill(v_tiles_1, v_tiles_2, ring.v_1, ring.v_2, ring.v_full, ring.v_free, blocks - 1, head, row, D_1, D_2)
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _take_turn(WHO: gl.constexpr):  # type: ignore[no-untyped-def]
+    _named_barrier("sync", FIRST_TURN + WHO)
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _give_turn(more, WHO: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The turn goes to the other consumer: from the last to the first only if that one has `more` blocks to come.
+
+    So every arrival has its wait: with n blocks, both barriers complete n - 1 times.
+    """
+    if WHO == CONSUMERS - 1:
+        if more:
+            _named_barrier("arrive", FIRST_TURN)
+    else:
+        _named_barrier("arrive", FIRST_TURN + WHO + 1)
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _overlapped(  # type: ignore[no-untyped-def]
+    ring, q_1, q_2, acc_1, acc_2, weight, top, total, blocks, scale, WHO: gl.constexpr, D_2: gl.constexpr
+):  # fmt: skip
+    """All blocks but the first: values of one block are weighed while the weights of the next are computed."""
+    DTYPE: gl.constexpr = weight.dtype
+    PRODUCTS_WITH_VALUES: gl.constexpr = 2 if D_2 > 0 else 1
+    place, parity = _place(1)
+    mbarrier.wait(ring.k_full.index(place), parity, pred=blocks > 1)
+    for block in range(1, blocks):
+        place, _ = _place(block)
+        before, before_parity = _place(block - 1)
+        after, after_parity = _place(block + 1)
+        more = block + 1 < blocks
+        _take_turn(WHO)
+        score = _scores(q_1, q_2, ring, place, D_2)
+        mbarrier.wait(ring.v_full.index(before), before_parity)
+        sum_1, sum_2 = _add_values(weight, ring, before, acc_1, acc_2, D_2)
+        _give_turn(more, WHO)
+        score = warpgroup_mma_wait(PRODUCTS_WITH_VALUES, deps=(score,))
+        mbarrier.arrive(ring.k_free.index(place))
+        weight, shrink, top, total = _softmax(score, top, total, scale, DTYPE)
+        # Keys of the next block, here and not where they are needed: ptxas would move the wait for the values to before the
+        # exponentials, which then overlap with nothing, but not across the branch of this wait. Nor may the values stay pending
+        # until the next round: ptxas then lets no two products of the kernel overlap (its warning C7514).
+        mbarrier.wait(ring.k_full.index(after), after_parity, pred=more)
+        acc_1, acc_2 = _finished(sum_1, sum_2, D_2)
+        mbarrier.arrive(ring.v_free.index(before))
+        acc_1, acc_2 = _shrunk(acc_1, acc_2, shrink, D_2)
+    return acc_1, acc_2, weight, total
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _one_by_one(  # type: ignore[no-untyped-def]
+    ring, q_1, q_2, acc_1, acc_2, weight, shrink, top, total, blocks, scale, WHO: gl.constexpr, D_2: gl.constexpr
+):  # fmt: skip
+    """All blocks but the first: only the other consumer's products overlap with the weights of this one."""
+    DTYPE: gl.constexpr = weight.dtype
+    for block in range(1, blocks):
+        place, parity = _place(block)
+        before, before_parity = _place(block - 1)
+        acc_1, acc_2 = _shrunk(acc_1, acc_2, shrink, D_2)
+        mbarrier.wait(ring.v_full.index(before), before_parity)
+        _take_turn(WHO)
+        sum_1, sum_2 = _add_values(weight, ring, before, acc_1, acc_2, D_2)
+        mbarrier.wait(ring.k_full.index(place), parity)
+        score = _scores(q_1, q_2, ring, place, D_2)
+        _give_turn(block + 1 < blocks, WHO)
+        score = warpgroup_mma_wait(0, deps=(score,))
+        acc_1, acc_2 = _finished(sum_1, sum_2, D_2)
+        mbarrier.arrive(ring.v_free.index(before))
+        mbarrier.arrive(ring.k_free.index(place))
+        weight, shrink, top, total = _softmax(score, top, total, scale, DTYPE)
+    acc_1, acc_2 = _shrunk(acc_1, acc_2, shrink, D_2)
+    return acc_1, acc_2, weight, total
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _consume(  # type: ignore[no-untyped-def]
+    ring, q, out, q_row, out_row, left, blocks, last_keys, scale,
+    WHO: gl.constexpr, DIM: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """One consumer: its ROWS rows of q, and of out, against `blocks` blocks of keys, at least one.
+
+    The program has `left` rows, and the first block, the last one of the segment, has `last_keys` keys.
+    """
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    q_1 = _load_q(q, q_row, left, WHO, 0, D_1, DIM)
+    q_2 = q_1
+    acc_1 = gl.zeros([ROWS, D_1], gl.float32, _product_layout(D_1))
+    acc_2 = acc_1
+    if D_2 > 0:
+        q_2 = _load_q(q, q_row, left, WHO, D_1, D_2, DIM)
+        acc_2 = gl.zeros([ROWS, D_2], gl.float32, _product_layout(D_2))
+    top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _product_layout(KEYS)))
+
+    mbarrier.wait(ring.k_full.index(0), 0)
+    score = warpgroup_mma_wait(0, deps=(_scores(q_1, q_2, ring, 0, D_2),))
+    mbarrier.arrive(ring.k_free.index(0))
+    if last_keys < KEYS:
+        score = _masked(score, last_keys)
+    weight, shrink, top, total = _softmax(score, top, gl.zeros_like(_sums(score)), scale, DTYPE)
+    if last_keys < KEYS:
+        _clear_values(ring, last_keys, WHO, D_2)
+
+    if WHO == CONSUMERS - 1:
+        _give_turn(blocks > 1, WHO)  # the first consumer goes first
+    if OVERLAP:
+        acc_1, acc_2, weight, total = _overlapped(ring, q_1, q_2, acc_1, acc_2, weight, top, total, blocks, scale, WHO, D_2)
+    else:
+        acc_1, acc_2, weight, total = _one_by_one(
+            ring, q_1, q_2, acc_1, acc_2, weight, shrink, top, total, blocks, scale, WHO, D_2
+        )
+    place, parity = _place(blocks - 1)
+    mbarrier.wait(ring.v_full.index(place), parity)
+    acc_1, acc_2 = _add_values(weight, ring, place, acc_1, acc_2, D_2)
+    acc_1, acc_2 = _finished(acc_1, acc_2, D_2)
+    total = gl.convert_layout(gl.sum(total, axis=1), gl.SliceLayout(1, acc_1.type.layout))
+    _store(out, out_row, left, acc_1, total, WHO, 0, DIM)
+    if D_2 > 0:
+        _store(out, out_row, left, acc_2, total, WHO, D_1, DIM)
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _blocks_in_ring(dtype: gl.constexpr, WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
+    return gl.allocate_shared_memory(dtype, [STAGES, KEYS, WIDTH], _tile_layout(WIDTH, 2))
+
+
+@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _barriers(ARRIVALS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """One for each place in the ring."""
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(place), count=ARRIVALS)
+    return barriers
+
+
+# Strides come in units of `VECTOR` elements, so that the compiler knows that 16 bytes can be loaded at once. Nothing about sizes
+# is specialised: one compile per dtype, head dim, kind of overlap and size of `SLOTS`.
+@gluon.jit(  # type: ignore[misc, untyped-decorator, unused-ignore]
+    do_not_specialize=["rows", "segments", "heads", "q_row", "q_head"],
+    do_not_specialize_on_alignment=["cu_seqlens"],
+)
+def _attention_kernel(  # type: ignore[no-untyped-def]
+    q, out, k_tiles_1, k_tiles_2, v_tiles_1, v_tiles_2, cu_seqlens, rows, segments, scale, heads, q_row, q_head,
+    DIM: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, SLOTS: gl.constexpr, VECTOR: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Keys and values come through the descriptors, [H,T,D] each."""
+    head = gl.program_id(1)
+    q_row, q_head = q_row * VECTOR, q_head * VECTOR
+    out_row = heads * DIM
+    first, end, start = _own_block(cu_seqlens, segments, SLOTS)
+    q += first.to(gl.int64) * q_row + head.to(gl.int64) * q_head
+    out += first.to(gl.int64) * out_row + head * DIM
+    if start == end:
+        _store_zeros(out, out_row, rows - first, 0, D_1, DIM)
+        if D_2 > 0:
+            _store_zeros(out, out_row, rows - first, D_1, D_2, DIM)
+        return
+    blocks = (end - start + KEYS - 1) // KEYS
+    last_row = start + (blocks - 1) * KEYS
+    last_keys = end - last_row
+    left = end - first
+
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    k_1 = _blocks_in_ring(DTYPE, D_1)
+    v_1 = _blocks_in_ring(DTYPE, D_1)
+    k_2 = k_1
+    v_2 = v_1
+    if D_2 > 0:
+        k_2 = _blocks_in_ring(DTYPE, D_2)
+        v_2 = _blocks_in_ring(DTYPE, D_2)
+    ring = Ring(k_1, k_2, v_1, v_2, _barriers(1), _barriers(CONSUMERS), _barriers(1), _barriers(CONSUMERS))
+    fence_async_shared()  # the barriers, for the tensor memory accelerator
+    gl.warp_specialize(
+        [
+            (_consume, (ring, q, out, q_row, out_row, left, blocks, last_keys, scale, 0, DIM, D_1, D_2, OVERLAP)),
+            (_consume, (ring, q, out, q_row, out_row, left, blocks, last_keys, scale, 1, DIM, D_1, D_2, OVERLAP)),
+            (_produce, (ring, k_tiles_1, k_tiles_2, v_tiles_1, v_tiles_2, head, last_row, blocks, D_1, D_2)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+def _tiles(x: torch.Tensor, dim: int, parts: tuple[int, int]) -> tuple[TensorDescriptor | None, ...]:
+    """How the tensor memory accelerator finds blocks of x [T,H,*]: one descriptor for each part of a head.
+
+    Columns from `dim` on are outside, and come as zeros.
+    """
+    rows, heads, _ = x.shape
+    shape, strides = [heads, rows, dim], [x.stride(1), x.stride(0), 1]
+    return tuple(
+        TensorDescriptor(x, shape, strides, [1, KEYS.value, width], _tile_layout(width, 3)) if width else None for width in parts
+    )
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    *,
+    parts: tuple[int, int],
+    slots: int,
+    overlap: bool = True,
+) -> torch.Tensor:
+    """See `triton_kernel.attention`; on the current stream, on a device of capability 9.0.
+
+    Args:
+        q, k, v: [T,H,*], bfloat16 or float16, the last stride 1, the others multiples of `VECTOR`, 16 byte aligned, T and H at
+            least 1. What counts are the columns that v has, as many as one of `HEAD_DIMS`.
+        cu_seqlens: int32 [S+1], S at least 1.
+        scale: factor on the scores, above 0.
+        parts: widths of the two products that a head is cut into, powers of two from 16 on; the second may be 0.
+        slots: a power of two, at least S.
+        overlap: whether a consumer weighs values while it computes the next weights.
+
+    Returns:
+        A new contiguous [T,H,D], all of it written; rows past the last boundary are zero.
+    """
+    rows, heads, dim = v.shape
+    segments = cu_seqlens.shape[0] - 1
+    out = torch.empty(rows, heads, dim, dtype=v.dtype, device=v.device)
+    # Every segment may end with a part of a block, and so may the rows behind the last one.
+    programs = triton.cdiv(rows, Q_ROWS.value) + min(segments, rows) + 1
+    described = [tile for x in (k, v) for tile in _tiles(x, dim, parts)]
+    with torch.cuda.device(v.device) if v.is_cuda else nullcontext():
+        _attention_kernel[(programs, heads)](
+            q,
+            out,
+            *described,
+            cu_seqlens,
+            rows,
+            segments,
+            scale * LOG2_E,
+            heads,
+            q.stride(0) // VECTOR,
+            q.stride(1) // VECTOR,
+            DIM=dim,
+            D_1=parts[0],
+            D_2=parts[1],
+            SLOTS=slots,
+            VECTOR=VECTOR,
+            OVERLAP=overlap,
+            num_warps=4,
+        )
+    return out
