@@ -14,7 +14,8 @@ The ring. A place has a barrier `full`, which completes when all bytes have arri
 both consumers have let go of what stood there. Each completion flips the phase of a barrier, and a wait for a parity passes when
 the phase of that parity is over. Block b stands in place b % STAGES in round b // STAGES: consumers wait for `full` with the
 parity of the round, and the producer for `free` with the other one, which a fresh barrier lets pass. Consumers wait for every
-`full` that the producer starts, so that nothing is in flight when a program ends.
+`full` that the producer starts, so that nothing is in flight when a program ends. One thread of a consumer arrives for all of
+them: Triton lets its four warps meet before.
 
 The last block of a segment comes first. It may be a part of one: what stands in its place behind the end, NaN maybe, belongs to
 another segment. Its scores are masked and its values are set to zero before the loop, so that the loop knows nothing of masks.
@@ -158,6 +159,7 @@ def _rows_at(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _store_zeros(out, out_row, left, COLUMN: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Zeros for as many of the program's rows as are `left`."""
     LAYOUT: gl.constexpr = _row_layout(WIDTH)
     at, there = _rows_at(out, out_row, left, 0, Q_ROWS, COLUMN, WIDTH, DIM, LAYOUT)
     gl.store(at, gl.zeros([Q_ROWS, WIDTH], out.dtype.element_ty, LAYOUT), mask=there)
@@ -176,6 +178,7 @@ def _load_q(  # type: ignore[no-untyped-def]
 def _store(  # type: ignore[no-untyped-def]
     out, out_row, left, acc, total, WHO: gl.constexpr, COLUMN: gl.constexpr, DIM: gl.constexpr
 ):  # fmt: skip
+    """One part of the result, from where it was computed: four bytes a thread, which takes no more room or barriers."""
     LAYOUT: gl.constexpr = acc.type.layout
     at, there = _rows_at(out, out_row, left, WHO * ROWS, ROWS, COLUMN, acc.shape[1], DIM, LAYOUT)
     acc = _scaled(acc, 1.0 / total)
@@ -226,6 +229,7 @@ def _finished(acc_1, acc_2, D_2: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _shrunk(acc_1, acc_2, shrink, D_2: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Both parts of the result, of which every row is scaled down to a new maximum."""
     acc_1 = _scaled(acc_1, shrink)
     if D_2 > 0:
         acc_2 = _scaled(acc_2, shrink)
@@ -291,7 +295,7 @@ def _fill(  # type: ignore[no-untyped-def]
     """Starts to load KEYS rows into the place of a block, as soon as it is free."""
     place, parity = _place(block)
     mbarrier.wait(free.index(place), parity ^ 1)
-    mbarrier.expect(full.index(place), KEYS * (D_1 + D_2) * 2)  # bytes outside of a tensor, which come as zeros, count as well
+    mbarrier.expect(full.index(place), 2 * KEYS * (D_1 + D_2))  # bytes; those outside of a tensor come as zeros, and count
     tile_1 = ring_1.index(place).reshape([1, KEYS, D_1])
     tma.async_copy_global_to_shared(tiles_1, [head, row, 0], full.index(place), tile_1)
     if D_2 > 0:
@@ -318,6 +322,7 @@ def _produce(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _take_turn(WHO: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Waits until the other consumer has started its products: the tensor cores take them in order."""
     _named_barrier("sync", FIRST_TURN + WHO)
 
 
@@ -340,7 +345,7 @@ def _overlapped(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """All blocks but the first: values of one block are weighed while the weights of the next are computed."""
     DTYPE: gl.constexpr = weight.dtype
-    PRODUCTS_WITH_VALUES: gl.constexpr = 2 if D_2 > 0 else 1
+    PRODUCTS_WITH_VALUES: gl.constexpr = 2 if D_2 > 0 else 1  # what may be pending when the scores, started before, are there
     place, parity = _place(1)
     mbarrier.wait(ring.k_full.index(place), parity, pred=blocks > 1)
     for block in range(1, blocks):
