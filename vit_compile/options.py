@@ -36,6 +36,7 @@ ATTENTION_KERNELS = (
     "cudnn-one-segment",
     "triton-64",
     "triton-128",
+    "hopper",
     "active-flash",
     "fa4",
     "fa3",

@@ -125,6 +125,25 @@ def test_which_problems_it_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert why_not(problem(), (9, 0))
 
 
+def test_which_problems_the_hopper_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other own kernels take, on Hopper alone, with room for few segments, and where its module imports."""
+    monkeypatch.setattr(triton_kernel, "_module", lambda name: object())
+    why_not = VARLEN_KERNELS["hopper"].why_not
+
+    def problem(dtype: str = "bfloat16", dim: int = 72, segments: int = 64) -> Problem:
+        return Problem(VARLEN, dtype, (100, 16, dim), segments, 100)
+
+    assert "hopper" in ATTENTION_KERNELS
+    assert why_not(problem(), (9, 0)) is None
+    assert why_not(problem("float16", 128, 1), (9, 0)) is None
+    for other in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        assert why_not(problem(), other)
+    for refused in (problem("float32"), problem(dim=8), problem(dim=136), problem(segments=65)):
+        assert why_not(refused, (9, 0))
+    monkeypatch.setattr(triton_kernel, "_gluon", lambda: None)
+    assert why_not(problem(), (9, 0))
+
+
 def test_a_triton_that_does_not_import_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever goes wrong: the kernel is refused, and others serve; what is odd is logged."""
     for error, logged in ((ImportError("no Triton"), False), (RuntimeError("no driver"), True)):
@@ -134,10 +153,11 @@ def test_a_triton_that_does_not_import_is_none(monkeypatch: pytest.MonkeyPatch, 
 
         monkeypatch.setattr(triton_kernel.importlib, "import_module", broken)
         caplog.clear()
-        triton_kernel._triton.cache_clear()
+        triton_kernel._module.cache_clear()
         assert triton_kernel._triton() is None
+        assert triton_kernel._gluon() is None
         assert bool(caplog.records) == logged
-    triton_kernel._triton.cache_clear()
+    triton_kernel._module.cache_clear()
 
 
 def test_a_scale_that_is_not_positive_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +167,7 @@ def test_a_scale_that_is_not_positive_goes_elsewhere(monkeypatch: pytest.MonkeyP
     q = torch.zeros(4, 1, 24)
     boundaries = torch.tensor([0, 4], dtype=torch.int32)
     for scale in (-1.0, 0.0, 1e-45, float("nan")):
-        out = triton_kernel.attention(q, q, q[..., :16], boundaries, 4, scale, name="triton-64")
-    assert called[:3] == [-1.0, 0.0, 1e-45]
-    assert len(called) == 4
-    assert out.shape[2] == 16
+        for run in (triton_kernel.runner("triton-64"), triton_kernel.hopper):
+            assert run(q, q, q[..., :16], boundaries, 4, scale).shape[2] == 16
+    assert called[:6] == [-1.0, -1.0, 0.0, 0.0, 1e-45, 1e-45]
+    assert len(called) == 8

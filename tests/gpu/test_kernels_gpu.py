@@ -95,23 +95,32 @@ def test_cudnn_with_one_segment_is_admitted(dtype: torch.dtype, dim: int) -> Non
     assert "cudnn-one-segment" + fence in admission.candidates(problem, CUDA, fence_from=1)[0]
 
 
-@pytest.mark.parametrize("name", list(triton_kernel.BLOCKS))
+def own_kernels() -> list[str]:
+    """Names of the project's own kernels that run here."""
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == triton_kernel.HOPPER_CAPABILITY
+    return [*triton_kernel.BLOCKS, *([triton_kernel.HOPPER] if hopper else [])]
+
+
+@pytest.mark.parametrize("name", own_kernels())
 @pytest.mark.parametrize("dim", [24, 64, 72, 88, 128])
 @pytest.mark.parametrize("dtype", HALF)
 def test_the_own_kernel(dtype: torch.dtype, dim: int, name: str) -> None:
     """Segments around the sizes of its blocks, empty ones, room for any number of them, any length of the tail: the reference's
     numbers, zeros behind, NaN behind changes no bit, and a captured graph follows its boundaries."""
     scale, limit = dim**-0.5, {torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
-    run = triton_kernel.runner(name)
+    run = admission.VARLEN_KERNELS[name].run
     for lengths, room in (
         ([1], 1),
         ([63, 64, 65, 0, 127, 128, 129, 1], 8),
         ([0, 0, 700, 0], 16),
         ([17] * 40, 64),
+        ([255, 256, 257, 383, 384, 385], 6),
         ([5] * 90, 1000),
         ([3, 200], 4096 if dim == 72 else 2),  # each room that there is code for is a compile
         ([0], 3),
     ):
+        if name == triton_kernel.HOPPER and room > triton_kernel.HOPPER_SLOTS:
+            continue
         end = sum(lengths)
         ends = [sum(lengths[: n + 1]) for n in range(len(lengths))]
         boundaries = torch.tensor([0, *ends, *[end] * (room - len(lengths))], dtype=torch.int32, device=CUDA)
@@ -143,7 +152,7 @@ def test_the_own_kernel(dtype: torch.dtype, dim: int, name: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("name", [*triton_kernel.BLOCKS, "cudnn-one-segment"])
+@pytest.mark.parametrize("name", [*own_kernels(), "cudnn-one-segment"])
 def test_a_device_that_is_not_the_current_one(name: str) -> None:
     """Kernels are tried, timed and run on the device of their operands, whichever is current."""
     other = torch.device("cuda", 1)
@@ -223,7 +232,7 @@ def test_dense_attention_is_measured(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "attention", ["auto", "default", "flash", "efficient", "dense", "cudnn-one-segment", "triton-64", "triton-128", "fa4"]
+    "attention", ["auto", "default", "flash", "efficient", "dense", "cudnn-one-segment", *own_kernels(), "fa4"]
 )
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_the_manager_serves_with_every_kernel(mode: str, attention: str) -> None:
@@ -241,7 +250,7 @@ def test_the_manager_serves_with_every_kernel(mode: str, attention: str) -> None
             assert rows
         if attention == "auto":
             assert all(row["kernel"] in row["microseconds"] for row in rows)
-        if attention.startswith("triton"):
+        if attention in own_kernels():
             assert {row["kernel"] for row in rows} == {attention}, rows
 
 
@@ -250,7 +259,7 @@ def test_the_manager_serves_with_padding_columns(capacities: tuple[int, ...]) ->
     """With the pass: every kernel still gives the tower's features, and the choice is made for the wide form."""
     dtype = torch.bfloat16
     sizes = {"capacities": capacities, "passes": PASS_NAMES}
-    for attention in ("auto", "default", "flash", "cudnn-one-segment", "triton-64"):
+    for attention in ("auto", "default", "flash", "cudnn-one-segment", *own_kernels()):
         manager, _, twin = managed(dtype=dtype, mode="compiled", attention=attention, **sizes)
         with manager:
             for images in ([(1, 8, 8)], [(1, 4, 4), (1, 6, 8), (1, 2, 2)]):

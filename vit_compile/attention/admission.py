@@ -178,6 +178,13 @@ VARLEN_KERNELS: dict[str, Kernel] = {
             Kernel(name, run, triton_kernel.why_not, finite_tail=True, wide_run=run)
             for name, run in ((name, triton_kernel.runner(name)) for name in triton_kernel.BLOCKS)
         ),
+        Kernel(
+            triton_kernel.HOPPER,
+            triton_kernel.hopper,
+            triton_kernel.hopper_why_not,
+            finite_tail=True,
+            wide_run=triton_kernel.hopper,
+        ),
         Kernel("active-flash", kernels.flash, _active_why_not),
         *(Kernel(name, packages.runner(name), _package_why_not(name)) for name in ("fa4", "fa3", "fa2")),
     )

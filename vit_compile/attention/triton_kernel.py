@@ -49,6 +49,10 @@ CAPABILITY, OF_TILES = (8, 0), (9, 0)
 """Capabilities of a device that runs the kernel, and of one that loads blocks of keys by descriptors."""
 VECTOR = 8
 """Elements in 16 bytes: a head is a multiple of them."""
+HOPPER, HOPPER_CAPABILITY = "hopper", (9, 0)
+"""The kernel for Hopper (`varlen_gluon.py`), and the one capability that has its instructions."""
+HOPPER_SLOTS = 64
+"""Room for segments there: a program takes a multiprocessor for itself, also one that finds nothing to do."""
 
 
 def parts_of(head_dim: int) -> tuple[int, int]:
@@ -107,13 +111,43 @@ def attention(
     return made
 
 
-@functools.cache
+def hopper_why_not(problem: Problem, capability: tuple[int, int]) -> str | None:
+    """Why a varlen problem is not for the kernel for Hopper, or None."""
+    if capability != HOPPER_CAPABILITY:
+        return f"a device of capability {capability[0]}.{capability[1]}"
+    if problem.segments > HOPPER_SLOTS:
+        return f"room for {problem.segments} segments"
+    return why_not(problem, capability) or (None if _gluon() is not None else "Triton has no Gluon that fits")
+
+
+def hopper(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+) -> torch.Tensor:
+    """As `attention`, by the kernel for Hopper, for up to `HOPPER_SLOTS` segments."""
+    if not scale > LEAST_SCALE:
+        return kernels.forward(q[..., : v.shape[2]], k[..., : v.shape[2]], v, cu_seqlens, max_seqlen, scale)
+    made: torch.Tensor = _gluon().attention(
+        *map(kernels.ready, (q, k, v)), cu_seqlens.contiguous(), scale, parts=parts_of(v.shape[2]), slots=HOPPER_SLOTS
+    )
+    return made
+
+
 def _triton() -> Any:
     """The module with the kernel, None without Triton. Whether it runs here is seen when it is tried (`admission.probe`)."""
+    return _module("vit_compile.attention.varlen_triton")
+
+
+def _gluon() -> Any:
+    """The module with the kernel for Hopper, None without a Triton that has Gluon."""
+    return _module("vit_compile.attention.varlen_gluon")
+
+
+@functools.cache
+def _module(name: str) -> Any:
     try:
-        return importlib.import_module("vit_compile.attention.varlen_triton")
+        return importlib.import_module(name)
     except ImportError:
         return None
     except Exception as error:  # a Triton that does not fit this machine: slower kernels, but the same result
-        log.warning("Triton cannot be imported here (%s): its attention kernel is not used.", error)
+        log.warning("%s cannot be imported here (%s): its attention kernel is not used.", name, error)
         return None

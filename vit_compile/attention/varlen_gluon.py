@@ -7,8 +7,10 @@ A program takes 128 rows of q. Two warpgroups, the consumers, compute 64 of them
 of 128 keys and values with the tensor memory accelerator. What makes it fast:
 
 - the ring: keys and values stand in two places each, which the producer fills while the consumers compute;
-- ping-pong: the consumers take turns at the tensor cores, so that one computes exponentials while the other multiplies;
-- overlap (optional): a consumer starts on the scores of a block before the weights of the one before it meet their values.
+- ping-pong: the consumers take turns at the tensor cores, so that one computes exponentials while the other multiplies.
+
+Its third device, a consumer that starts on the scores of a block before the weights of the one before meet their values, was 1 %
+slower here, and is left out.
 
 The ring. A place has a barrier `full`, which completes when all bytes have arrived, and a barrier `free`, which completes when
 both consumers have let go of what stood there. Each completion flips the phase of a barrier, and a wait for a parity passes when
@@ -340,42 +342,10 @@ def _give_turn(more, WHO: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _overlapped(  # type: ignore[no-untyped-def]
-    ring, q_1, q_2, acc_1, acc_2, weight, top, total, blocks, scale, WHO: gl.constexpr, D_2: gl.constexpr
-):  # fmt: skip
-    """All blocks but the first: values of one block are weighed while the weights of the next are computed."""
-    DTYPE: gl.constexpr = weight.dtype
-    PRODUCTS_WITH_VALUES: gl.constexpr = 2 if D_2 > 0 else 1  # what may be pending when the scores, started before, are there
-    place, parity = _place(1)
-    mbarrier.wait(ring.k_full.index(place), parity, pred=blocks > 1)
-    for block in range(1, blocks):
-        place, _ = _place(block)
-        before, before_parity = _place(block - 1)
-        after, after_parity = _place(block + 1)
-        more = block + 1 < blocks
-        _take_turn(WHO)
-        score = _scores(q_1, q_2, ring, place, D_2)
-        mbarrier.wait(ring.v_full.index(before), before_parity)
-        sum_1, sum_2 = _add_values(weight, ring, before, acc_1, acc_2, D_2)
-        _give_turn(more, WHO)
-        score = warpgroup_mma_wait(PRODUCTS_WITH_VALUES, deps=(score,))
-        mbarrier.arrive(ring.k_free.index(place))
-        weight, shrink, top, total = _softmax(score, top, total, scale, DTYPE)
-        # Keys of the next block, here and not where they are needed: ptxas would move the wait for the values to before the
-        # exponentials, which then overlap with nothing, but not across the branch of this wait. Nor may the values stay pending
-        # until the next round: ptxas then lets no two products of the kernel overlap (its warning C7514).
-        mbarrier.wait(ring.k_full.index(after), after_parity, pred=more)
-        acc_1, acc_2 = _finished(sum_1, sum_2, D_2)
-        mbarrier.arrive(ring.v_free.index(before))
-        acc_1, acc_2 = _shrunk(acc_1, acc_2, shrink, D_2)
-    return acc_1, acc_2, weight, total
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _one_by_one(  # type: ignore[no-untyped-def]
+def _other_blocks(  # type: ignore[no-untyped-def]
     ring, q_1, q_2, acc_1, acc_2, weight, shrink, top, total, blocks, scale, WHO: gl.constexpr, D_2: gl.constexpr
 ):  # fmt: skip
-    """All blocks but the first: only the other consumer's products overlap with the weights of this one."""
+    """All blocks but the first: the other consumer's products run while this one computes weights."""
     DTYPE: gl.constexpr = weight.dtype
     for block in range(1, blocks):
         place, parity = _place(block)
@@ -399,7 +369,7 @@ def _one_by_one(  # type: ignore[no-untyped-def]
 @gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _consume(  # type: ignore[no-untyped-def]
     ring, q, out, q_row, out_row, left, blocks, last_keys, scale,
-    WHO: gl.constexpr, DIM: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, OVERLAP: gl.constexpr,
+    WHO: gl.constexpr, DIM: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr,
 ):  # fmt: skip
     """One consumer: its ROWS rows of q, and of out, against `blocks` blocks of keys, at least one.
 
@@ -426,12 +396,7 @@ def _consume(  # type: ignore[no-untyped-def]
 
     if WHO == CONSUMERS - 1:
         _give_turn(blocks > 1, WHO)  # the first consumer goes first
-    if OVERLAP:
-        acc_1, acc_2, weight, total = _overlapped(ring, q_1, q_2, acc_1, acc_2, weight, top, total, blocks, scale, WHO, D_2)
-    else:
-        acc_1, acc_2, weight, total = _one_by_one(
-            ring, q_1, q_2, acc_1, acc_2, weight, shrink, top, total, blocks, scale, WHO, D_2
-        )
+    acc_1, acc_2, weight, total = _other_blocks(ring, q_1, q_2, acc_1, acc_2, weight, shrink, top, total, blocks, scale, WHO, D_2)
     place, parity = _place(blocks - 1)
     mbarrier.wait(ring.v_full.index(place), parity)
     acc_1, acc_2 = _add_values(weight, ring, place, acc_1, acc_2, D_2)
@@ -457,14 +422,14 @@ def _barriers(ARRIVALS: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 # Strides come in units of `VECTOR` elements, so that the compiler knows that 16 bytes can be loaded at once. Nothing about sizes
-# is specialised: one compile per dtype, head dim, kind of overlap and size of `SLOTS`.
+# is specialised: one compile per dtype, head dim and size of `SLOTS`.
 @gluon.jit(  # type: ignore[misc, untyped-decorator, unused-ignore]
     do_not_specialize=["rows", "segments", "heads", "q_row", "q_head"],
     do_not_specialize_on_alignment=["cu_seqlens"],
 )
 def _attention_kernel(  # type: ignore[no-untyped-def]
     q, out, k_tiles_1, k_tiles_2, v_tiles_1, v_tiles_2, cu_seqlens, rows, segments, scale, heads, q_row, q_head,
-    DIM: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, SLOTS: gl.constexpr, VECTOR: gl.constexpr, OVERLAP: gl.constexpr,
+    DIM: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, SLOTS: gl.constexpr, VECTOR: gl.constexpr,
 ):  # fmt: skip
     """Keys and values come through the descriptors, [H,T,D] each."""
     head = gl.program_id(1)
@@ -495,8 +460,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     fence_async_shared()  # the barriers, for the tensor memory accelerator
     gl.warp_specialize(
         [
-            (_consume, (ring, q, out, q_row, out_row, left, blocks, last_keys, scale, 0, DIM, D_1, D_2, OVERLAP)),
-            (_consume, (ring, q, out, q_row, out_row, left, blocks, last_keys, scale, 1, DIM, D_1, D_2, OVERLAP)),
+            (_consume, (ring, q, out, q_row, out_row, left, blocks, last_keys, scale, 0, DIM, D_1, D_2)),
+            (_consume, (ring, q, out, q_row, out_row, left, blocks, last_keys, scale, 1, DIM, D_1, D_2)),
             (_produce, (ring, k_tiles_1, k_tiles_2, v_tiles_1, v_tiles_2, head, last_row, blocks, D_1, D_2)),
         ],
         [4, 1],
@@ -525,7 +490,6 @@ def attention(
     *,
     parts: tuple[int, int],
     slots: int,
-    overlap: bool = True,
 ) -> torch.Tensor:
     """See `triton_kernel.attention`; on the current stream, on a device of capability 9.0.
 
@@ -536,7 +500,6 @@ def attention(
         scale: factor on the scores, above 0.
         parts: widths of the two products that a head is cut into, powers of two from 16 on; the second may be 0.
         slots: a power of two, at least S.
-        overlap: whether a consumer weighs values while it computes the next weights.
 
     Returns:
         A new contiguous [T,H,D], all of it written; rows past the last boundary are zero.
@@ -564,7 +527,6 @@ def attention(
             D_2=parts[1],
             SLOTS=slots,
             VECTOR=VECTOR,
-            OVERLAP=overlap,
             num_warps=4,
         )
     return out

@@ -215,9 +215,7 @@ def _back_to_back(bench: Bench, peer: Peer, requests: Sequence[Request], expecte
     }
 
 
-def _beyond_replay(
-    bench: Bench, peer: Peer, request: Request, hosts: Sequence[float], walls: Sequence[float]
-) -> dict[str, Any]:
+def _beyond_replay(bench: Bench, peer: Peer, request: Request, hosts: Sequence[float], walls: Sequence[float]) -> dict[str, Any]:
     """Median host and wall time of a call less those of nothing but its replays; nothing without a manager."""
     if not hasattr(peer, "replay_ms") or bench.ranks.size > 1:
         return {}
