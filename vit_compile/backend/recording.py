@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -42,14 +43,18 @@ def record(make: Callable[[], R], args: Sequence[Any], label: str) -> R | Skip:
         with torch.inference_mode(False), torch.no_grad():
             made = _record_twice(make, args)
     except torch.OutOfMemoryError as error:
-        torch.cuda.empty_cache()
-        return Skip("out-of-memory", f"{label}: {first_line(error)}")
+        skip = Skip("out-of-memory", f"{label}: {first_line(error)}")
     except (SkipError, ProtocolError):
         raise
     except Exception as error:
         return Skip("capture-failed", f"{label}: {type(error).__name__}: {first_line(error)}")
-    made.milliseconds = (time.perf_counter() - started) * 1e3
-    return made
+    else:
+        made.milliseconds = (time.perf_counter() - started) * 1e3
+        return made
+    # Here, not above: the error holds the frames it came through, and with them their tensors. Cycles among frames hold more.
+    gc.collect()
+    torch.cuda.empty_cache()
+    return skip
 
 
 def _record_twice(make: Callable[[], R], args: Sequence[Any]) -> R:
