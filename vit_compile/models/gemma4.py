@@ -33,7 +33,7 @@ from vit_compile.models.binding import (
     undone_on_failure,
 )
 from vit_compile.models.hf_attention import AttentionSwitch, packed_segments
-from vit_compile.models.vision_metadata import merge_order
+from vit_compile.models.merge_blocks import merge_order
 from vit_compile.runtime.config import SEGMENT_CAPACITIES
 from vit_compile.runtime.inputs import host_counts, host_grids
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-Grid = tuple[int, int, int]
+from vit_compile.models.merge_blocks import Grid, outer
+
 _AXIS = "_interpolation_axis_taps_weights"
 _SAMPLES = ((1, 2, 3), (2, 5, 1), (1, 1, 40))
 """Grids, in merge blocks, on which the quick way is compared: thin ones, a clip, axes longer and shorter than the table's."""
@@ -59,29 +60,27 @@ def _by_axis(
     t, h, w = grid
     row_taps, row_weights = _axis(vision_utils, h, side, mode, align_corners)
     column_taps, column_weights = _axis(vision_utils, w, side, mode, align_corners)
-    # Whole planes for each pair of taps: loops over a handful of taps inside would take longer than all the rest.
-    indices = [row[:, None] * side + column for row in row_taps for column in column_taps]
-    weights = [row[:, None] * column for row in row_weights for column in column_weights]
-    return _in_blocks(indices, t, merge), _in_blocks(weights, t, merge)
+    return (
+        outer(torch.add, _pairs(row_taps, 2) * side, _pairs(column_taps, 1), frames=t, merge=merge),
+        outer(torch.mul, _pairs(row_weights, 2), _pairs(column_weights, 1), frames=t, merge=merge),
+    )
 
 
-def _in_blocks(planes: list[torch.Tensor], frames: int, merge: int) -> torch.Tensor:
-    """[T, planes] in the order of merge blocks, from planes [h,w]."""
-    h, w = planes[0].shape
-    blocks = torch.stack(planes, dim=-1).view(h // merge, merge, w // merge, merge, len(planes))
-    ordered = blocks.transpose(1, 2).reshape(h * w, len(planes))
-    return ordered if frames == 1 else ordered.repeat(frames, 1)
+def _pairs(axis: torch.Tensor, dim: int) -> torch.Tensor:
+    """[size,K*K] from [size,K]: each tap with each of the other axis, which runs along `dim` of [size,K,K]."""
+    size, taps = axis.shape
+    return axis.unsqueeze(dim).expand(size, taps, taps).reshape(size, taps * taps)
 
 
 def _axis(vision_utils: Any, size: int, side: int, mode: str, align_corners: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Taps int64 [K,size] and weights float32 [K,size] of an axis. Not to be written to."""
+    """Taps int64 [size,K] and weights float32 [size,K] of an axis. Not to be written to."""
     key = (vision_utils, size, side, mode, align_corners)
     found = _axes.get(key)
     if found is None:
         with torch.inference_mode(False), torch.no_grad():
             axis, device = getattr(vision_utils, _AXIS), torch.device("cpu")
             index, of = torch.arange(size, device=device), torch.tensor(size, device=device)
-            found = tuple(part.T.contiguous() for part in axis(index, of, side, mode, align_corners))
+            found = tuple(axis(index, of, side, mode, align_corners))
         # Under a mode of the caller's they may be something else: that is for this call alone.
         if len(_axes) < _KEPT_AXES and all(type(part) is torch.Tensor and part.is_cpu for part in found):
             _axes[key] = found

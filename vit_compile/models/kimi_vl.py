@@ -29,8 +29,8 @@ from vit_compile.models.binding import (
     undone_on_failure,
 )
 from vit_compile.models.hf_attention import ATTENTION_NAME
+from vit_compile.models.merge_blocks import merge_order
 from vit_compile.models.moonvit import TAPS, TOKEN_RANGE, MoonVitTable, side_limited_example
-from vit_compile.models.vision_metadata import merge_order
 from vit_compile.runtime.config import SEGMENT_CAPACITIES
 from vit_compile.runtime.inputs import host_grids, host_rows
 from vit_compile.runtime.table import Buffer, Modality, single_path

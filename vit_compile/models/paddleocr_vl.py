@@ -30,8 +30,8 @@ from vit_compile.models.binding import (
 )
 from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.models.interpolation import indices_and_weights
+from vit_compile.models.merge_blocks import merge_order
 from vit_compile.models.output_layout import TowerOutputs
-from vit_compile.models.vision_metadata import merge_order
 from vit_compile.runtime.config import SEGMENT_CAPACITIES
 from vit_compile.runtime.inputs import host_grids
 from vit_compile.runtime.table import Buffer, EncoderTable, ItemSize, Modality, single_path

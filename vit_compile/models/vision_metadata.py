@@ -16,9 +16,7 @@ import torch
 
 from vit_compile.errors import GridError, MissingDependencyError, ModelError
 from vit_compile.models.interpolation import indices_and_weights
-
-Grid = tuple[int, int, int]
-"""Patches along time, height and width; a still image has one along time."""
+from vit_compile.models.merge_blocks import Grid, position_ids
 
 
 def vision_metadata(
@@ -61,7 +59,7 @@ def vision_metadata(
     checked = check_grids(grids, merge)
     grid = torch.tensor(checked, device="cpu")
     tensors: dict[str, torch.Tensor] = {
-        "position_ids": vision_utils.get_vision_position_ids(grid, merge),
+        "position_ids": position_ids(vision_utils, checked, merge),
         "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
     }
     others: dict[str, int | None] = {"max_seqlen": max(h * w for _, h, w in checked)}
@@ -87,12 +85,6 @@ def vision_metadata(
     else:
         others["grid_thw"] = None
     return {name: tensor.to(device) for name, tensor in tensors.items()} | others
-
-
-def merge_order(height: int, width: int, merge: int, frames: int = 1) -> torch.Tensor:
-    """Patches in raster order, picked so that each `merge` x `merge` block of a frame lies together: int64 [frames * h * w]."""
-    patches = torch.arange(frames * height * width).view(frames, height // merge, merge, width // merge, merge)
-    return patches.transpose(2, 3).flatten()
 
 
 def check_grids(grids: Sequence[Sequence[int]], merge: int) -> list[Grid]:
