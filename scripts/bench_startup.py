@@ -58,7 +58,7 @@ def set_up(arguments: argparse.Namespace) -> dict[str, Any]:
         "phase_seconds": snapshot["phase_seconds"],
         "graphs": len(snapshot["graphs"]),
         "not_captured": len(snapshot["not_captured"]),
-        "loaded": None if report is None else str(report),
+        "loaded": None if report is None else str(report).removeprefix(f"{arguments.load}: "),
     }
 
 

@@ -280,6 +280,27 @@ def test_what_was_learnt_elsewhere_is_used_where_it_can_be(table: dict[str, Kern
     assert settled(choices(clock), PROBLEM).kernel(PROBLEM) == "good"
 
 
+def counted(table: dict[str, Kernel], name: str, runs: list[str]) -> None:
+    """A kernel that notes its name when it runs."""
+
+    def run(*call: Any) -> torch.Tensor:
+        runs.append(name)
+        return good(*call)
+
+    fill(table, **{name: run})
+
+
+@pytest.mark.parametrize("wanted", ["auto", "second"])
+def test_nobody_else_is_tried_for_a_kernel_that_is_known(table: dict[str, Kernel], wanted: str) -> None:
+    """Whose kernel was learnt or pinned needs no trial of the others, which may each take a compile."""
+    runs: list[str] = []
+    for name in ("first", "second", "third"):
+        counted(table, name, runs)
+    choice.learn({("cpu", PROBLEM, 2): Choice("second", {"second": 1.0})})
+    assert settled(choices(Clock(), wanted), PROBLEM).kernel(PROBLEM) == "second"
+    assert set(runs) == {"second"}
+
+
 def test_a_pinned_kernel(table: dict[str, Kernel]) -> None:
     """It is taken without a measurement, behind the fence where it must be; where it cannot serve, that is counted."""
     fill(table, good=good, leaky=leaky, wrong=wrong)

@@ -207,32 +207,50 @@ def candidates(problem: Problem, device: torch.device, *, fence_from: int) -> tu
         fence_from: room for so many segments or more takes a fence around a kernel that lets a NaN cross. 1: always, also a
             NaN in padding is kept away; 2: padding is known to be finite, and a single segment has no neighbour; 0: never.
     """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    table = VARLEN_KERNELS if problem.kind == VARLEN else DENSE_KERNELS
     found: dict[str, Run] = {}
     refused: dict[str, Refusal] = {}
-    for name, kernel in table.items():
-        why = kernel.why_not(problem, capability)
-        if why is None and not kernel.trusted:
-            seen = probe(kernel, problem.torch_dtype, problem.head_dim, device)
-            why = seen.wrong
-            if why is None and not seen.isolates and 0 < fence_from <= max(1, problem.segments):
-                refused[name] = "a NaN of one segment reaches another's rows; behind a fence only"
-                behind = _fenced(kernel)
-                if probe(behind, problem.torch_dtype, problem.head_dim, device).isolates:
-                    found[behind.name] = behind.complete(problem)
-                continue
-        if why is None:
-            found[name] = kernel.complete(problem)
-        else:
+    for name, kernel in _table(problem).items():
+        admitted, why = _admission(kernel, problem, device, fence_from)
+        if why is not None:
             refused[name] = why
+        if admitted is not None:
+            found[admitted.name] = admitted.complete(problem)
     return found, refused
+
+
+def admit(name: str, problem: Problem, device: torch.device, *, fence_from: int) -> tuple[str | None, Refusal | None]:
+    """The name under which one kernel is among the `candidates`, its own or that behind the fence; and why not its own.
+
+    No other kernel is tried, which may take a compile each.
+    """
+    kernel = _table(problem).get(name.removesuffix(FENCED))
+    if kernel is None:
+        return None, f"{name!r} is not known here"
+    admitted, why = _admission(kernel, problem, device, fence_from)
+    return None if admitted is None else admitted.name, why
+
+
+def _table(problem: Problem) -> dict[str, Kernel]:
+    return VARLEN_KERNELS if problem.kind == VARLEN else DENSE_KERNELS
+
+
+def _admission(kernel: Kernel, problem: Problem, device: torch.device, fence_from: int) -> tuple[Kernel | None, Refusal | None]:
+    """The kernel, or itself behind the fence, or None; and why it may not serve as it is, or None."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    why = kernel.why_not(problem, capability)
+    if why is None and not kernel.trusted:
+        seen = probe(kernel, problem.torch_dtype, problem.head_dim, device)
+        why = seen.wrong
+        if why is None and not seen.isolates and 0 < fence_from <= max(1, problem.segments):
+            behind = _fenced(kernel)
+            isolates = probe(behind, problem.torch_dtype, problem.head_dim, device).isolates
+            return behind if isolates else None, "a NaN of one segment reaches another's rows; behind a fence only"
+    return (kernel, None) if why is None else (None, why)
 
 
 def run_of(name: str, problem: Problem) -> Run:
     """What serves a problem, by a kernel's name, also one behind the fence, which may leave NaN in the tail."""
-    table = VARLEN_KERNELS if problem.kind == VARLEN else DENSE_KERNELS
-    kernel = table[name.removesuffix(FENCED)]
+    kernel = _table(problem)[name.removesuffix(FENCED)]
     return (_fenced(kernel) if name.endswith(FENCED) else kernel).complete(problem)
 
 

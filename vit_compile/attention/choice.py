@@ -179,20 +179,19 @@ class KernelChoices:
 
     def _is_here(self, name: str, problem: Problem) -> bool:
         """Can a remembered kernel be used in this process? A package may be missing that was there when it was measured."""
-        return not name or name in admission.candidates(problem, self.device, fence_from=self.fence_from)[0]
+        return not name or admission.admit(name, problem, self.device, fence_from=self.fence_from)[0] == name
 
     def _pinned(self, problem: Problem) -> Choice:
         """The wanted kernel, also behind the fence; a name of the other kind of attention leaves this kind to the default."""
         of_this_kind = admission.VARLEN_KERNELS if problem.kind == VARLEN else admission.DENSE_KERNELS
         if self.wanted not in of_this_kind:
             return Choice("")
-        runs, refused = admission.candidates(problem, self.device, fence_from=self.fence_from)
-        for name in (self.wanted, self.wanted + admission.FENCED):
-            if name in runs:
-                return Choice(name, refused=refused)
-        detail = f"{self.wanted} for {problem.shape} in {problem.dtype}: {refused[self.wanted]}"
-        report_skip(Skip("attention-kernel", detail), strict=self.strict)
-        return Choice("", refused=refused)
+        name, why = admission.admit(self.wanted, problem, self.device, fence_from=self.fence_from)
+        refused = {} if why is None else {self.wanted: why}
+        if name is None:
+            detail = f"{self.wanted} for {problem.shape} in {problem.dtype}: {why}"
+            report_skip(Skip("attention-kernel", detail), strict=self.strict)
+        return Choice(name or "", refused=refused)
 
 
 def measure(problem: Problem, device: torch.device, timer: Timer, *, fence_from: int) -> Choice:
