@@ -13,6 +13,7 @@ from scripts.markdown import conditions, head, line, milliseconds
 from vit_compile.tools.bench.results import OK, Row, read_json
 from vit_compile.tools.bench.targets import TARGETS, Rows, Source, refusal, words
 
+_SUMMARY = ("eager", "compile", "reduce-overhead", "capture-of-eager", "vit-full")
 _TITLES = ("peer", "mean ms", "P50", "P99", "back to back", "x roofline", "host ms", "padded", "start-up s", "graphs", "MiB")
 _FIELDS = ("mean_ms", "p50_ms", "p99_ms", "back_to_back_ms", "roofline_ratio", "host_ms")
 
@@ -28,6 +29,23 @@ def bench_tables(files: Sequence[Path]) -> str:
             towers.setdefault(source.result.tower["name"], []).append(source)
     for tower, sources in towers.items():
         lines += [f"## Targets, {tower}", "", *_targets(sources), ""]
+    return "\n".join(lines)
+
+
+def bench_summary(files: Sequence[Path]) -> str:
+    """Mean milliseconds of every peer that some file has, by tower and case, and of how many requests where time was over first."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for result in map(read_json, files):
+        ranks = result.environment["ranks"]
+        tower = result.tower["name"].removesuffix(", random weights") + (f", {ranks} GPUs" if ranks > 1 else "")
+        for row in result.rows:
+            part = row.requests < row.requests_wanted and not result.traffic["is_single"]
+            text = milliseconds(row.mean_ms) + (f" ({row.requests} of {row.requests_wanted})" if part else "")
+            rows.setdefault((tower, row.case), {})[row.peer] = text
+    peers = [name for name in _SUMMARY if any(name in found for found in rows.values())]
+    lines = head(["tower", "images", *peers])
+    for (tower, case), found in rows.items():
+        lines.append(line([tower, case, *[found.get(peer, "-") for peer in peers]]))
     return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@
     python scripts/benchmark_table.py docs/benchmarks/*.json --into docs/benchmarks.md README.md    updates the pages
 
 A page has the tables between `<!-- tables -->` (the backend's), `<!-- runtime -->`, `<!-- models -->`, `<!-- dense -->` or
-`<!-- bench -->` and `<!-- end -->`, or the short one between `<!-- summary -->` and `<!-- end -->`. Every number is read from the
+`<!-- bench -->` and `<!-- end -->`, or short ones between `<!-- summary -->`, or `<!-- bench summary -->`, and `<!-- end -->`. Every number is read from the
 files. A file may say that a field of a peer is not valid, and why: `"invalid": {"<peer>": {"bytes": "<reason>"}}`; the table then
 has a dash and the reason.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from scripts.bench_section import bench_tables
+from scripts.bench_section import bench_summary, bench_tables
 from scripts.markdown import Row, conditions, head, line, milliseconds
 from vit_compile.tools.bench.results import KIND
 
@@ -185,7 +185,7 @@ def updated(page: str, results: list[Result], others: dict[str, list[Row]], benc
     """A page with its tables made anew."""
     made = {"tables": tables(results), "summary": summary(results), "runtime": runtime_tables(others.get("runtime", []))}
     made |= {"models": models_tables(others.get("models", [])), "dense": dense_tables(others.get("dense", []))}
-    made["bench"] = bench_tables(bench)
+    made |= {"bench": bench_tables(bench), "bench summary": bench_summary(bench)}
     for marker, content in made.items():
         text = f"<!-- {marker} -->\n\n{content.rstrip()}\n\n<!-- end -->"
         page = re.sub(rf"<!-- {marker} -->\n.*?<!-- end -->", lambda _, text=text: text, page, flags=re.DOTALL)

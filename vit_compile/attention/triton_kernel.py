@@ -1,18 +1,19 @@
-"""The project's own varlen attention (`varlen_triton.py`): which calls it takes, and how a head and its rows are cut up.
+"""The project's own varlen attention (`varlen_triton.py`, `varlen_gluon.py`): which calls it takes, and how a head and its rows
+are cut up.
 
 torch's FlashAttention-2 pads a head dim of 72 to 96, launches a block for every part of every slot up to the bound on the longest
 segment, and leaves the rows behind the last one to another kernel. Microseconds of one call inside a graph on an H200 (bfloat16,
 16 heads of 72, q, k and v strided; FlashAttention-2 with the tightest bound, and with the loose one that a graph has; both kinds
 of block):
 
-| rows, slots | FlashAttention-2, tight / loose | 64 / 128 rows a block |
-| --- | ---: | ---: |
-| 1 x 196, 1 | 12.4 / 12.4 | 7.2 / 9.5 |
-| 1 x 784, 1 | 28.5 / 28.2 | 21.0 / 27.3 |
-| 1 x 4096, 16 | 369 / 372 | 327 / 231 |
-| 8 x 784, 8 | 139 / 155 | 121 / 110 |
-| 8 x 784, 640 | 241 / 774 | 136 / 161 |
-| 20 x 400, 20 | 113 / 140 | 80 / 87 |
+| rows, slots | FlashAttention-2, tight / loose | 64 / 128 rows a block | hopper |
+| --- | ---: | ---: | ---: |
+| 1 x 196, 1 | 12.4 / 12.4 | 8.1 / 10.6 | 8.3 |
+| 1 x 784, 1 | 28.5 / 28.2 | 21.6 / 25.5 | 15.7 |
+| 1 x 4096, 16 | 369 / 372 | 273 / 206 | 174 |
+| 8 x 784, 8 | 139 / 155 | 108 / 103 | 98 |
+| 8 x 784, 640 | 241 / 774 | 125 / 150 | 212 |
+| 20 x 400, 20 | 113 / 140 | 85 / 86 | 99 |
 
 Shapes: T rows, H heads, D head dim, S segments.
 """
