@@ -33,7 +33,7 @@ def bench_tables(files: Sequence[Path]) -> str:
 
 
 def bench_summary(files: Sequence[Path]) -> str:
-    """Mean milliseconds of every peer that some file has, by tower and case, and of how many requests where time was over first."""
+    """Mean milliseconds of every peer that some file has, by tower and case; of how many requests, where time was over first."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for result in map(read_json, files):
         ranks = result.environment["ranks"]

@@ -5,9 +5,9 @@
     python scripts/benchmark_table.py docs/benchmarks/*.json --into docs/benchmarks.md README.md    updates the pages
 
 A page has the tables between `<!-- tables -->` (the backend's), `<!-- runtime -->`, `<!-- models -->`, `<!-- dense -->` or
-`<!-- bench -->` and `<!-- end -->`, or short ones between `<!-- summary -->`, or `<!-- bench summary -->`, and `<!-- end -->`. Every number is read from the
-files. A file may say that a field of a peer is not valid, and why: `"invalid": {"<peer>": {"bytes": "<reason>"}}`; the table then
-has a dash and the reason.
+`<!-- bench -->` and `<!-- end -->`, or short ones between `<!-- summary -->` or `<!-- bench summary -->` and `<!-- end -->`.
+Every number is read from the files. A file may say that a field of a peer is not valid, and why:
+`"invalid": {"<peer>": {"bytes": "<reason>"}}`; the table then has a dash and the reason.
 """
 
 from __future__ import annotations

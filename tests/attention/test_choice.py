@@ -215,6 +215,21 @@ def test_nobody_is_tried_twice(table: dict[str, Kernel]) -> None:
     assert runs == 4, "two runs each"
 
 
+def test_a_lack_of_memory_is_not_remembered(table: dict[str, Kernel]) -> None:
+    """A kernel whose trial finds no memory is refused this time, and tried again the next."""
+    full = True
+
+    def run(*call: Any) -> torch.Tensor:
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return good(*call)
+
+    fill(table, hungry=run)
+    assert admission.candidates(PROBLEM, CPU, fence_from=1) == ({}, {"hungry": "out of memory"})
+    full = False
+    assert set(admission.candidates(PROBLEM, CPU, fence_from=1)[0]) == {"hungry"}
+
+
 def test_one_that_cannot_be_timed_is_refused(table: dict[str, Kernel]) -> None:
     """A kernel that fails in a capture loses with the reason; with none left the default serves."""
     fill(table, good=good)

@@ -259,12 +259,19 @@ def _fenced(kernel: Kernel) -> Kernel:
     return Kernel(kernel.name + FENCED, fenced(kernel.run), kernel.why_not, one_segment=kernel.one_segment)
 
 
-@functools.cache
 def probe(kernel: Kernel, dtype: torch.dtype, head_dim: int, device: torch.device) -> Probe:
     """Try a varlen kernel on a few segments, and again with NaN in the second one and behind the last.
 
-    One for a single segment is tried on one, and with NaN behind it.
+    One for a single segment is tried on one, and with NaN behind it. What is seen is remembered, but for a lack of memory.
     """
+    try:
+        return _probe(kernel, dtype, head_dim, device)
+    except torch.OutOfMemoryError:
+        return Probe("out of memory", isolates=False)
+
+
+@functools.cache
+def _probe(kernel: Kernel, dtype: torch.dtype, head_dim: int, device: torch.device) -> Probe:
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(PROBE_ROWS, PROBE_HEADS, head_dim, generator=generator).to(device, dtype) for _ in range(3)]
     lengths = (sum(PROBE_LENGTHS),) if kernel.one_segment else PROBE_LENGTHS
@@ -287,6 +294,8 @@ def probe(kernel: Kernel, dtype: torch.dtype, head_dim: int, device: torch.devic
             x[first:second] = float("nan")
             x[end:] = float("nan")
         spoiled = kernel.run(*inputs, cu_seqlens, longest, scale)[:end]
+    except torch.OutOfMemoryError:
+        raise
     except Exception as problem:
         return Probe(f"fails here: {type(problem).__name__}: {first_line(problem)}", isolates=False)
     others = torch.cat([torch.arange(first), torch.arange(second, end)]).to(device)
