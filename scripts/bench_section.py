@@ -35,13 +35,20 @@ def bench_tables(files: Sequence[Path]) -> str:
 def bench_summary(files: Sequence[Path]) -> str:
     """Mean milliseconds of every peer that some file has, by tower and case; of how many requests, where time was over first."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
-    for result in map(read_json, files):
+    for path in files:
+        result = read_json(path)
+        if refusal(result):
+            continue
         ranks = result.environment["ranks"]
         tower = result.tower["name"].removesuffix(", random weights") + (f", {ranks} GPUs" if ranks > 1 else "")
         for row in result.rows:
+            if row.status != OK:
+                continue
             part = row.requests < row.requests_wanted and not result.traffic["is_single"]
             text = milliseconds(row.mean_ms) + (f" ({row.requests} of {row.requests_wanted})" if part else "")
-            rows.setdefault((tower, row.case), {})[row.peer] = text
+            if row.peer in rows.setdefault((tower, row.case), {}):
+                raise SystemExit(f"{path.name}: {tower}, {row.case}, {row.peer} is in another file already.")
+            rows[tower, row.case][row.peer] = text
     peers = [name for name in _SUMMARY if any(name in found for found in rows.values())]
     lines = head(["tower", "images", *peers])
     for (tower, case), found in rows.items():

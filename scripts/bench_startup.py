@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 BUDGETS = (16, 256, 448, 640, 864, 1184, 1264, 1680, 2064, 2672, 3584, 4096)
-"""The ladder fitted to the trace of chat requests in docs/benchmarks.md."""
+"""A ladder fitted to requests of the trace of chat, of those in docs/benchmarks.md."""
 LIMIT_S = 300
 
 

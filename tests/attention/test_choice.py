@@ -230,6 +230,17 @@ def test_a_lack_of_memory_is_not_remembered(table: dict[str, Kernel]) -> None:
     assert set(admission.candidates(PROBLEM, CPU, fence_from=1)[0]) == {"hungry"}
 
 
+def test_a_choice_made_without_memory_is_not_remembered(table: dict[str, Kernel]) -> None:
+    """Another kernel wins while one finds no memory; the next encoder asks again."""
+
+    def hungry(*call: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    fill(table, good=good, hungry=hungry)
+    assert settled(choices(Clock(good=1e-6)), PROBLEM).kernel(PROBLEM) == "good"
+    assert not choice.known()
+
+
 def test_one_that_cannot_be_timed_is_refused(table: dict[str, Kernel]) -> None:
     """A kernel that fails in a capture loses with the reason; with none left the default serves."""
     fill(table, good=good)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.attention.interpreted import check_interpreted
-from vit_compile.attention import triton_kernel
+from vit_compile.attention import reference, triton_kernel
 from vit_compile.attention.admission import VARLEN_KERNELS
 from vit_compile.attention.problem import VARLEN, Problem
 from vit_compile.options import ATTENTION_KERNELS
@@ -158,6 +158,25 @@ def test_a_triton_that_does_not_import_is_none(monkeypatch: pytest.MonkeyPatch, 
         assert triton_kernel._gluon() is None
         assert bool(caplog.records) == logged
     triton_kernel._module.cache_clear()
+
+
+def test_more_segments_than_the_hopper_kernel_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be taken for rows behind the last one: another kernel serves them."""
+    monkeypatch.setattr(triton_kernel, "_gluon", lambda: pytest.fail("it has room for 64"))
+    monkeypatch.setattr(triton_kernel.kernels, "forward", reference.forward)
+    q = torch.randn(70, 1, 16)
+    boundaries = torch.arange(71, dtype=torch.int32)
+    assert torch.equal(triton_kernel.hopper(q, q, q, boundaries, 1, 0.25), q), "segments of one row"
+
+
+def test_shared_rows_are_copied_for_descriptors() -> None:
+    """A descriptor need not take a stride of 0; anything else stays where it is."""
+    x = torch.randn(1, 2, 16)
+    assert triton_kernel._describable(x) is x
+    for expanded in (x.expand(5, 2, 16), x[:, :1].expand(1, 4, 16)):
+        made = triton_kernel._describable(expanded)
+        assert torch.equal(made, expanded)
+        assert made.is_contiguous()
 
 
 def test_a_scale_that_is_not_positive_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

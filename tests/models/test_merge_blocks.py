@@ -70,3 +70,7 @@ def test_a_mode_of_the_caller_is_not_remembered() -> None:
         assert type(got) is torch.Tensor
         assert torch.equal(got, vision_utils.get_vision_position_ids(torch.tensor([(1, 4, 6)]), 2))
         assert merge_blocks._agree(vision_utils, 2)
+        with context:  # and what is known to agree works under it, or says what is wrong with it
+            if isinstance(context, torch.device):
+                assert merge_blocks.position_ids(vision_utils, [(1, 4, 6)], 2).is_cpu
+                assert merge_blocks.merge_order(4, 6, 2).is_cpu

@@ -204,6 +204,25 @@ def test_compiled_features_are_the_same() -> None:
     assert counters.graphs_seen == 1, "traced once for all budgets"
 
 
+@pytest.mark.parametrize("build", [WINDOWED, INTERPOLATED], ids=name_of)
+def test_a_default_device_of_the_caller_changes_nothing(build: Builder) -> None:
+    """Sizes that are new are prepared on the host, whatever device new tensors get by default: the buffers hold the same."""
+    held: list[dict[str, torch.Tensor]] = []
+    request = request_of([(1, 8, 6), (1, 4, 10)])
+    for default in ("cpu", "meta"):
+        encoder = captured(table_of(build), token_budgets=BUDGETS, max_items_per_batch=4, packing="greedy", verify=False)
+        encoder.execute(request_of([(1, 4, 4)]))  # what is remembered for all sizes is remembered
+        model, graph = encoder.model, max(encoder._set.graphs.values(), key=lambda graph: graph.key.token_budget)
+        assert isinstance(model, TableEncoder)
+        with torch.device(default):
+            assert model.fill_encoder_cudagraph_buffers(graph.inputs.state, request, (0, 1), "main")
+        values = graph.inputs.values.items()
+        held.append({name: value.clone() for name, value in values if isinstance(value, torch.Tensor)})
+    assert held[0].keys() == held[1].keys()
+    for name, value in held[0].items():
+        assert torch.equal(value, held[1][name]), name
+
+
 @pytest.mark.parametrize("build", BUILDERS, ids=name_of)
 def test_an_item_does_not_depend_on_its_neighbours(build: Builder) -> None:
     """An image of NaN among others changes no bit of their features (hazard 39), nor those of the next request."""

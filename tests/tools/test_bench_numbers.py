@@ -276,8 +276,7 @@ def test_targets_from_rows() -> None:
     expected = {
         "eager / vit-full, 1 x 224": (15.0, "reached"),
         "time / roofline, 1 x 1024": (1.4, "reached"),
-        "a call beyond its replay, 1 x 224": (0.1, "reached"),
-        "the same in host time, 1 x 224": (0.2, "missed"),
+        "host time beyond the launch, 1 x 224": (0.2, "missed"),
         "reduce-overhead / vit-full, repeated requests": (1.5, "missed"),
         "reduce-overhead / vit-full, total with start-up, chat": (101.5 / 21.002, "missed"),
         "padded share of chat, at most 12 graphs": (8.0, "reached"),
@@ -294,7 +293,7 @@ def test_targets_from_rows() -> None:
             assert got.value == pytest.approx(value), what
         assert said == verdict, what
     assert found["set-up with 9 budgets, warm cache"] == (None, NOT_THERE)
-    assert found["a call beyond its replay, 20 x 336"] == (None, NOT_THERE)
+    assert found["host time beyond the launch, 20 x 336"] == (None, NOT_THERE)
     more = reached([result(row("vit-full", "chat", (1.0,), **{**ours, "graphs": 13}))])
     assert more["padded share of chat, at most 12 graphs"][1] == "missed"
 

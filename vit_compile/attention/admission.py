@@ -21,13 +21,16 @@ from vit_compile.attention.tail import zero_tail_
 from vit_compile.errors import first_line
 
 FENCED = "+fence"
-PROBE_LENGTHS = (300, 200, 0, 1, 199)
-PROBE_SLOTS = 9
-"""Segments longer than a block, an empty one, one of a single row, and slots that nobody uses: all of that is in real graphs."""
-PROBE_ROWS = 1024
+PROBE_LENGTHS = (300, 200, 0, 1, 199, 800)
+PROBE_SLOTS = 10
+"""Segments of a few blocks and of many, an empty one, one of a single row, and slots that nobody uses: all of that is in real
+graphs."""
+PROBE_ROWS = 2048
 PROBE_HEADS = 2
 PROBE_TOLERANCE, FLOAT32_TOLERANCE = 4.0, 2e-5
 """Allowed relative error of a kernel, in units of the dtype's epsilon, and at least so much."""
+OUT_OF_MEMORY = "out of memory"
+"""A refusal that holds for this time alone."""
 DENSE_MEMORY_ROWS = 4096
 """`dense` holds a matrix of rows x rows: beyond this it is never a choice."""
 
@@ -267,13 +270,14 @@ def probe(kernel: Kernel, dtype: torch.dtype, head_dim: int, device: torch.devic
     try:
         return _probe(kernel, dtype, head_dim, device)
     except torch.OutOfMemoryError:
-        return Probe("out of memory", isolates=False)
+        return Probe(OUT_OF_MEMORY, isolates=False)
 
 
 @functools.cache
 def _probe(kernel: Kernel, dtype: torch.dtype, head_dim: int, device: torch.device) -> Probe:
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(PROBE_ROWS, PROBE_HEADS, head_dim, generator=generator).to(device, dtype) for _ in range(3)]
+    generator = torch.Generator("cpu").manual_seed(0)
+    shape = (PROBE_ROWS, PROBE_HEADS, head_dim)
+    inputs = [torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for _ in range(3)]
     lengths = (sum(PROBE_LENGTHS),) if kernel.one_segment else PROBE_LENGTHS
     ends = [sum(lengths[: n + 1]) for n in range(len(lengths))]
     end = ends[-1]
@@ -298,5 +302,5 @@ def _probe(kernel: Kernel, dtype: torch.dtype, head_dim: int, device: torch.devi
         raise
     except Exception as problem:
         return Probe(f"fails here: {type(problem).__name__}: {first_line(problem)}", isolates=False)
-    others = torch.cat([torch.arange(first), torch.arange(second, end)]).to(device)
+    others = torch.cat([torch.arange(first, device=device), torch.arange(second, end, device=device)])
     return Probe(None, isolates=torch.equal(clean[others], spoiled[others]))

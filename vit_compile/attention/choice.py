@@ -49,6 +49,7 @@ class Choice:
 
 
 HOPELESS = 2.0
+OUT_OF_MEMORY = admission.OUT_OF_MEMORY
 LEAST_S = 1e-9
 """A clock that shows no time at all is no reason for an error."""
 
@@ -172,7 +173,7 @@ class KernelChoices:
         if found is None or not self._is_here(found.kernel, problem):
             assert self._timer is not None, "disabled without a timer"
             found = measure(problem, self.device, self._timer, fence_from=self.fence_from)
-            if found.kernel:  # what failed here and now may work the next time
+            if found.kernel and OUT_OF_MEMORY not in found.refused.values():  # what failed here and now may work the next time
                 with _lock:
                     _known[key] = found
         return found
@@ -209,7 +210,7 @@ def measure(problem: Problem, device: torch.device, timer: Timer, *, fence_from:
                 timer(functools.partial(run, *call), device, HOPELESS * least) for call, least in zip(calls, best, strict=True)
             ]
         except torch.OutOfMemoryError:
-            refused[name] = "out of memory"
+            refused[name] = OUT_OF_MEMORY
         except Exception as error:
             refused[name] = f"fails here: {type(error).__name__}: {first_line(error)}"
         else:

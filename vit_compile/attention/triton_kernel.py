@@ -106,8 +106,10 @@ def attention(
     parts = parts_of(v.shape[2])
     blocks = BLOCKS[name] | (OF_WIDE.get(name, {}) if sum(parts) >= WIDE_FROM else {})
     tiles = v.is_cuda and torch.cuda.get_device_capability(v.device) >= OF_TILES
+    q, k, v = map(kernels.ready, (q, k, v))
+    k, v = map(_describable, (k, v)) if tiles else (k, v)
     made: torch.Tensor = _triton().attention(
-        *map(kernels.ready, (q, k, v)), cu_seqlens.contiguous(), scale, parts=parts, slots=slots, tiles=tiles, **blocks
+        q, k, v, cu_seqlens.contiguous(), scale, parts=parts, slots=slots, tiles=tiles, **blocks
     )
     return made
 
@@ -125,12 +127,18 @@ def hopper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
 ) -> torch.Tensor:
     """As `attention`, by the kernel for Hopper, for up to `HOPPER_SLOTS` segments."""
-    if not scale > LEAST_SCALE:
+    if not scale > LEAST_SCALE or cu_seqlens.shape[0] - 1 > HOPPER_SLOTS:
         return kernels.forward(q[..., : v.shape[2]], k[..., : v.shape[2]], v, cu_seqlens, max_seqlen, scale)
+    q, k, v = kernels.ready(q), _describable(kernels.ready(k)), _describable(kernels.ready(v))
     made: torch.Tensor = _gluon().attention(
-        *map(kernels.ready, (q, k, v)), cu_seqlens.contiguous(), scale, parts=parts_of(v.shape[2]), slots=HOPPER_SLOTS
+        q, k, v, cu_seqlens.contiguous(), scale, parts=parts_of(v.shape[2]), slots=HOPPER_SLOTS
     )
     return made
+
+
+def _describable(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself, or a copy where its rows or heads are one and the same in memory, which a descriptor need not take."""
+    return x if all(x.stride()[:2]) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _triton() -> Any:

@@ -48,11 +48,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ig
 from vit_compile.attention.triton_kernel import VECTOR
 
 LOG2_E = 1.4426950408889634
-HEAD_DIMS = range(16, 129, 8)
-"""Head dims for which the registers and the shared memory suffice."""
-CAPABILITY = (9, 0)
-"""The one there is: the instructions were dropped again after Hopper."""
-
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)
 """Rows of q of one consumer: the height of a product of one warpgroup."""
@@ -495,7 +490,8 @@ def attention(
 
     Args:
         q, k, v: [T,H,*], bfloat16 or float16, the last stride 1, the others multiples of `VECTOR`, 16 byte aligned, T and H at
-            least 1. What counts are the columns that v has, as many as one of `HEAD_DIMS`.
+            least 1. What counts are the columns that v has, a multiple of 8 from 16 to 128: for these there are registers and
+            shared memory enough.
         cu_seqlens: int32 [S+1], S at least 1.
         scale: factor on the scores, above 0.
         parts: widths of the two products that a head is cut into, powers of two from 16 on; the second may be 0.

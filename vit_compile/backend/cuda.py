@@ -29,7 +29,7 @@ TIMED_REPLAYS = 5
 LAUNCH_S = 1e-3
 """What launching the kernels of one call may take on a busy host: a shorter time outside of a graph says nothing."""
 LONG_S = 1e-2
-"""A call that takes longer is measured precisely enough by one replay: budgets of 2^16 tokens would take minutes otherwise."""
+"""A call that takes longer is measured precisely enough by one replay; more would only delay the start with large budgets."""
 # `warnings.catch_warnings` is process wide, and cuBLAS / cuDNN initialise lazily: one recording at a time.
 _recording = threading.Lock()
 # Streams of recorders that are gone. A stream keeps a cuBLAS workspace of tens of MiB, so streams are used again.
@@ -179,8 +179,8 @@ def seconds_captured(call: Callable[[], object], device: torch.device, give_up_s
         call()
         limit = max(give_up_s, LAUNCH_S)
         rough = _seconds(call, stream)
-        for _ in range(1 if rough > LONG_S else 2):  # a host that was busy with something else says nothing about the call
-            rough = min(rough, _seconds(call, stream)) if rough > limit else rough
+        for _ in range(2):  # a host that was busy with something else says nothing about the call
+            rough = min(rough, _seconds(call, stream)) if rough > min(limit, LONG_S) else rough
         if rough > limit:
             return rough
         count = min(TIMED_CALLS, max(1, int(TIMED_S / rough)))
@@ -190,9 +190,9 @@ def seconds_captured(call: Callable[[], object], device: torch.device, give_up_s
                 call()
 
         graph = check_recorded(recorder.record(calls)[0], "an attention kernel")
-        if rough > LONG_S:
-            return _seconds(graph.replay, stream)
-        graph.replay()
+        first = _seconds(graph.replay, stream)
+        if first > LONG_S * count:
+            return first / count
         return min(_seconds(graph.replay, stream) for _ in range(TIMED_REPLAYS)) / count
 
 

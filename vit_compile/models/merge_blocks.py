@@ -23,7 +23,7 @@ _SAMPLES: tuple[tuple[Grid, ...], ...] = (((1, 2, 3),), ((2, 5, 1), (1, 1, 4)), 
 
 def merge_order(height: int, width: int, merge: int, frames: int = 1) -> torch.Tensor:
     """Patches in raster order, picked so that each `merge` x `merge` block of a frame lies together: int64 [frames * h * w]."""
-    patches = torch.arange(frames * height * width).view(frames, height // merge, merge, width // merge, merge)
+    patches = torch.arange(frames * height * width, device="cpu").view(frames, height // merge, merge, width // merge, merge)
     return patches.transpose(2, 3).flatten()
 
 
@@ -68,8 +68,7 @@ def _quick(grids: Sequence[Grid], merge: int) -> torch.Tensor:
     made = []
     for t, h, w in grids:
         rows, columns = torch.zeros(2, max(h, w), 2, dtype=torch.int64, device="cpu").unbind()
-        torch.arange(h, out=rows[:h, 0])
-        torch.arange(w, out=columns[:w, 1])
+        rows[:h, 0], columns[:w, 1] = torch.arange(h, device="cpu"), torch.arange(w, device="cpu")
         made.append(outer(torch.add, rows[:h], columns[:w], frames=t, merge=merge))
     return made[0] if len(made) == 1 else torch.cat(made)
 

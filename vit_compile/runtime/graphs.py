@@ -105,6 +105,9 @@ class EncoderGraph:
             with phases(WARM_UP):
                 for _ in range(WARMUP_RUNS if self.recorder.kernels.enabled else WARMUP_RUNS - 1):
                     self._checked(self._run())
+            # While it records, torch's allocator gives no cached memory back, and the graph has a pool of its own: what timing
+            # and warm-up left in the cache would be missing where memory is scarce.
+            torch.cuda.empty_cache()
             before = reserved_bytes(self.recorder.device)
             with phases(RECORDING):
                 graph, output = self.recorder.record(self._run)

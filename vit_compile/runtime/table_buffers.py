@@ -156,7 +156,7 @@ class GraphBuffers:
             self.held = None
             if self.device.type == "cuda":
                 # Fresh pinned memory for each copy: torch's allocator hands it out again once the copy is done, not before.
-                block = torch.empty(block.shape, dtype=torch.uint8, pin_memory=True).copy_(block)
+                block = torch.empty(block.shape, dtype=torch.uint8, device="cpu", pin_memory=True).copy_(block)
             self.block.copy_(block, non_blocking=True)
             self.held = keys
         for name, parts in slices.items():
@@ -168,7 +168,7 @@ class GraphBuffers:
         held = self._layouts.get((self._name, keys))
         if held is not None:
             return held
-        block = torch.empty(self.block.shape, dtype=torch.uint8)
+        block = torch.empty(self.block.shape, dtype=torch.uint8, device="cpu")
         items = [metadata(key, path) for key in keys]
         for found in self._fields:
             if not _write(found, found.padded(block), [item[found.name] for item in items]):

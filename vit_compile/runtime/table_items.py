@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -46,7 +47,10 @@ class MetadataCache:
         self.nbytes = 0
 
     def _made(self, key: Hashable, path: str) -> dict[str, torch.Tensor]:
-        given, found = self._table.item_metadata(key, path), {}
+        # Adapters, and what they call, make tensors without a device: on the host, whatever the caller's default is.
+        with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+            given = self._table.item_metadata(key, path)
+        found: dict[str, torch.Tensor] = {}
         size = self._table.item_size(key)
         rows = _by_path(size.rows, self._table)[path]
         for name, buffer in self._table.paths[path].buffers.items():

@@ -228,13 +228,15 @@ def roofline(case: str) -> Find:
     return find
 
 
-def beyond(case: str, name: str) -> Find:
-    """Time of a call beyond that of its replays, by the name of a field."""
+def host(case: str) -> Find:
+    """Host time of a call beyond the launch of its graphs; and how much longer than for the bare replay a caller waits."""
 
     def find(rows: Rows) -> Reached | None:
         row = rows.one(case)
-        found: float | None = None if row is None else getattr(row, name)
-        return None if found is None else Reached(found)
+        if row is None or row.host_beyond_launch_ms is None:
+            return None
+        waits = row.wall_beyond_replay_ms
+        return Reached(row.host_beyond_launch_ms, "" if waits is None else f"a caller waits {waits:.2f} ms longer")
 
     return find
 
@@ -286,10 +288,8 @@ TARGETS = (
     Target(3, f"eager / vit-full, {LARGE}", 2.1, True, median_ratio(LARGE, "eager")),
     Target(4, f"time / roofline, {LARGE}", 1.6, False, roofline(LARGE)),
     Target(4, f"time / roofline, {EIGHT}", 1.6, False, roofline(EIGHT)),
-    Target(5, f"a call beyond its replay, {SMALL}", 0.15, False, beyond(SMALL, "wall_beyond_replay_ms"), "ms"),
-    Target(5, f"a call beyond its replay, {TWENTY}", 0.5, False, beyond(TWENTY, "wall_beyond_replay_ms"), "ms"),
-    Target(5, f"the same in host time, {SMALL}", 0.15, False, beyond(SMALL, "host_beyond_launch_ms"), "ms"),
-    Target(5, f"the same in host time, {TWENTY}", 0.5, False, beyond(TWENTY, "host_beyond_launch_ms"), "ms"),
+    Target(5, f"host time beyond the launch, {SMALL}", 0.15, False, host(SMALL), "ms"),
+    Target(5, f"host time beyond the launch, {TWENTY}", 0.5, False, host(TWENTY), "ms"),
     Target(6, f"padded share of chat, at most {MOST_GRAPHS} graphs", 10.0, False, padding, "%"),
     Target(6, "capture-of-eager / vit-full, mean of chat", 2.2, True, mean_ratio("chat", "capture-of-eager")),
     Target(6, "compile / vit-full, mean of chat", 1.7, True, mean_ratio("chat", "compile")),
