@@ -108,20 +108,30 @@ def test_a_pool_is_kept_alive_by_a_graph_of_its_own() -> None:
     assert again.pool != before
 
 
-def test_a_recording_that_breaks_off_leaves_the_recorder_usable() -> None:
-    """The error goes on, nothing stays in recording mode, earlier graphs stay, and the next recording has a new pool."""
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_recording_that_breaks_off_leaves_the_recorder_usable(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error goes on, nothing stays in recording mode, and earlier graphs stay. The next recording has a new pool where the
+    recording was invalidated; else, as after a lack of memory, the same, in which it finds what the broken one took."""
     recorder = Recorder(DEVICE)
     first, _ = record(recorder)
+    end = FakeGraph.capture_end
+
+    def ends_badly(graph: FakeGraph) -> None:
+        end(graph)
+        raise RuntimeError("operation failed due to a previous error during capture")
 
     def breaks() -> None:
+        if broken:
+            monkeypatch.setattr(FakeGraph, "capture_end", ends_badly)
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"), recorder.session():
         recorder.record(breaks)
+    monkeypatch.setattr(FakeGraph, "capture_end", end)
     assert not FakeGraph.recording
     assert gc.isenabled()
     second, _ = record(recorder)
-    assert second.pool != first.pool
+    assert (second.pool != first.pool) == broken
     assert first in FakeGraph.alive
 
 

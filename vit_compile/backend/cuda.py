@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -142,11 +142,15 @@ class Recorder:
         return (None if empty else graph), result
 
     def _abort(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a broken recording so that the stream can be used again."""
-        with suppress(Exception):  # it reports its cause a second time here
-            graph.capture_end()
+        """End a broken recording so that the stream can be used again.
+
+        One that ends well, as after a lack of memory, leaves what it took in the pool, for smaller graphs to use.
+        """
         self._kept.append(graph)
-        self._pool = None  # it may still count as recording; graphs recorded so far keep it
+        try:
+            graph.capture_end()
+        except Exception:  # it reports its cause a second time here
+            self._pool = None  # it may still count as recording; graphs recorded so far keep it
 
     def before_replay(self) -> None:
         """Order the caller's stream after the previous replay, whose buffers the next one reuses."""
