@@ -9,7 +9,6 @@ Needs a GPU. Every call is timed among several in a captured graph. Kernels are 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
 from collections.abc import Callable
@@ -157,10 +156,9 @@ def main() -> None:
         times = sorted(rows[-1]["microseconds"].items(), key=lambda item: item[1])
         print(case, ", ".join(f"{name} {time}" for name, time in times), rows[-1]["failed"] or "", flush=True)
     if arguments.out:
-        from scripts.bench_models import environment
+        from scripts.bench_models import write_rows
 
-        content = {"kind": "attention", "command": "python " + " ".join(sys.argv), "environment": environment(), "rows": rows}
-        arguments.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_rows(arguments.out, "attention", rows)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,12 @@ def environment() -> dict[str, Any]:
     }
 
 
+def write_rows(path: Path, kind: str, rows: list[dict[str, Any]]) -> None:
+    """A result file of this process's command."""
+    content = {"kind": kind, "command": "python " + " ".join(sys.argv), "environment": environment(), "rows": rows}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def tensors(output: Any) -> list[Any]:
     """All floating-point tensors in an output, in order."""
     import torch

@@ -89,8 +89,9 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=16, help="images a batch may have")
     parser.add_argument("--capacities", type=int, nargs="*", default=None, help="default: the encoder's own")
     parser.add_argument("--out", type=Path)
-    for inner in ("--one", "--load", "--save"):
-        parser.add_argument(inner, help=argparse.SUPPRESS, **({"action": "store_true"} if inner == "--one" else {}))
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--load", help=argparse.SUPPRESS)
+    parser.add_argument("--save", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(set_up(arguments)))
@@ -103,10 +104,9 @@ def main() -> None:
             start("restarted", first, ["--load", saved]),
         ]
     if arguments.out:
-        from scripts.bench_models import environment
+        from scripts.bench_models import write_rows
 
-        content = {"kind": "startup", "command": "python " + " ".join(sys.argv), "environment": environment(), "rows": rows}
-        arguments.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_rows(arguments.out, "startup", rows)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,12 @@ def test_what_ran_out_of_memory_holds_none_afterwards(monkeypatch: pytest.Monkey
     def make() -> Any:
         tensor = Held()
         seen.append(weakref.ref(tensor))
-        held = {"tensor": tensor}
-        held["cycle"] = held  # type: ignore[assignment]
+        held: dict[str, Any] = {"tensor": tensor}
+        held["cycle"] = held
         try:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         except torch.OutOfMemoryError as error:
-            held["error"] = error  # type: ignore[assignment]
+            held["error"] = error
             raise
 
     gc.disable()

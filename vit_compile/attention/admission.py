@@ -212,7 +212,7 @@ def candidates(problem: Problem, device: torch.device, *, fence_from: int) -> tu
     """
     found: dict[str, Run] = {}
     refused: dict[str, Refusal] = {}
-    for name, kernel in _table(problem).items():
+    for name, kernel in kernels_for(problem).items():
         admitted, why = _admission(kernel, problem, device, fence_from)
         if why is not None:
             refused[name] = why
@@ -226,14 +226,15 @@ def admit(name: str, problem: Problem, device: torch.device, *, fence_from: int)
 
     No other kernel is tried, which may take a compile each.
     """
-    kernel = _table(problem).get(name.removesuffix(FENCED))
+    kernel = kernels_for(problem).get(name.removesuffix(FENCED))
     if kernel is None:
         return None, f"{name!r} is not known here"
     admitted, why = _admission(kernel, problem, device, fence_from)
     return None if admitted is None else admitted.name, why
 
 
-def _table(problem: Problem) -> dict[str, Kernel]:
+def kernels_for(problem: Problem) -> dict[str, Kernel]:
+    """All kernels of a problem's kind, by name."""
     return VARLEN_KERNELS if problem.kind == VARLEN else DENSE_KERNELS
 
 
@@ -253,7 +254,7 @@ def _admission(kernel: Kernel, problem: Problem, device: torch.device, fence_fro
 
 def run_of(name: str, problem: Problem) -> Run:
     """What serves a problem, by a kernel's name, also one behind the fence, which may leave NaN in the tail."""
-    kernel = _table(problem)[name.removesuffix(FENCED)]
+    kernel = kernels_for(problem)[name.removesuffix(FENCED)]
     return (_fenced(kernel) if name.endswith(FENCED) else kernel).complete(problem)
 
 

@@ -49,7 +49,6 @@ class Choice:
 
 
 HOPELESS = 2.0
-OUT_OF_MEMORY = admission.OUT_OF_MEMORY
 LEAST_S = 1e-9
 """A clock that shows no time at all is no reason for an error."""
 
@@ -173,7 +172,8 @@ class KernelChoices:
         if found is None or not self._is_here(found.kernel, problem):
             assert self._timer is not None, "disabled without a timer"
             found = measure(problem, self.device, self._timer, fence_from=self.fence_from)
-            if found.kernel and OUT_OF_MEMORY not in found.refused.values():  # what failed here and now may work the next time
+            # What failed here and now may work the next time.
+            if found.kernel and admission.OUT_OF_MEMORY not in found.refused.values():
                 with _lock:
                     _known[key] = found
         return found
@@ -184,8 +184,7 @@ class KernelChoices:
 
     def _pinned(self, problem: Problem) -> Choice:
         """The wanted kernel, also behind the fence; a name of the other kind of attention leaves this kind to the default."""
-        of_this_kind = admission.VARLEN_KERNELS if problem.kind == VARLEN else admission.DENSE_KERNELS
-        if self.wanted not in of_this_kind:
+        if self.wanted not in admission.kernels_for(problem):
             return Choice("")
         name, why = admission.admit(self.wanted, problem, self.device, fence_from=self.fence_from)
         refused = {} if why is None else {self.wanted: why}
@@ -210,7 +209,7 @@ def measure(problem: Problem, device: torch.device, timer: Timer, *, fence_from:
                 timer(functools.partial(run, *call), device, HOPELESS * least) for call, least in zip(calls, best, strict=True)
             ]
         except torch.OutOfMemoryError:
-            refused[name] = OUT_OF_MEMORY
+            refused[name] = admission.OUT_OF_MEMORY
         except Exception as error:
             refused[name] = f"fails here: {type(error).__name__}: {first_line(error)}"
         else:

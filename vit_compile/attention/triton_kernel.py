@@ -23,7 +23,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +33,7 @@ from vit_compile.attention.fence import Varlen
 from vit_compile.attention.problem import Problem
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 BLOCKS: dict[str, dict[str, int]] = {
     "triton-64": {"q_rows": 64, "keys": 64, "warps": 4, "stages": 2},
@@ -48,6 +50,7 @@ LEAST_SCALE = 1e-6
 LEAST_WIDTH, LARGEST_HEAD_DIM = 16, 128
 CAPABILITY, OF_TILES = (8, 0), (9, 0)
 """Capabilities of a device that runs the kernel, and of one that loads blocks of keys by descriptors."""
+LOG2_E = 1.4426950408889634
 VECTOR = 8
 """Elements in 16 bytes: a head is a multiple of them."""
 HOPPER, HOPPER_CAPABILITY = "hopper", (9, 0)
@@ -66,6 +69,26 @@ def parts_of(head_dim: int) -> tuple[int, int]:
 def slots_for(segments: int) -> int:
     """The least of `SLOTS` with room for so many segments."""
     return next(size for size in SLOTS if size >= segments)
+
+
+def programs_for(rows: int, segments: int, q_rows: int) -> int:
+    """Programs for each head: every segment may end with a part of a block, and so may the rows behind the last one."""
+    return -(-rows // q_rows) + min(segments, rows) + 1
+
+
+def tiles_of(x: torch.Tensor, dim: int, keys: int, parts: tuple[int, int], descriptor: Callable[..., T]) -> list[T | None]:
+    """How the tensor memory accelerator finds blocks of x [T,H,*]: one descriptor for each part of a head.
+
+    Columns from `dim` on are outside, and come as zeros.
+
+    Args:
+        dim, keys: columns that count, and rows of a block.
+        parts: see `parts_of`; None for one that is 0.
+        descriptor: makes one of a tensor, its shape [H,T,D], strides, and a block's shape.
+    """
+    rows, heads, _ = x.shape
+    shape, strides = [heads, rows, dim], [x.stride(1), x.stride(0), 1]
+    return [descriptor(x, shape, strides, [1, keys, width]) if width else None for width in parts]
 
 
 def why_not(problem: Problem, capability: tuple[int, int]) -> str | None:
@@ -100,18 +123,12 @@ def attention(
     q and k may have further columns (those of `one_segment`): what counts are the D columns that v has. A segment reads
     nothing of another one. `max_seqlen` plays no part.
     """
-    if not scale > LEAST_SCALE:
-        return kernels.forward(q[..., : v.shape[2]], k[..., : v.shape[2]], v, cu_seqlens, max_seqlen, scale)
-    slots = slots_for(cu_seqlens.shape[0] - 1)
-    parts = parts_of(v.shape[2])
-    blocks = BLOCKS[name] | (OF_WIDE.get(name, {}) if sum(parts) >= WIDE_FROM else {})
+    if not _takes(scale, cu_seqlens, SLOTS[-1]):
+        return _other(q, k, v, cu_seqlens, max_seqlen, scale)
     tiles = v.is_cuda and torch.cuda.get_device_capability(v.device) >= OF_TILES
-    q, k, v = map(kernels.ready, (q, k, v))
-    k, v = map(_describable, (k, v)) if tiles else (k, v)
-    made: torch.Tensor = _triton().attention(
-        q, k, v, cu_seqlens.contiguous(), scale, parts=parts, slots=slots, tiles=tiles, **blocks
-    )
-    return made
+    blocks = BLOCKS[name] | (OF_WIDE.get(name, {}) if sum(parts_of(v.shape[2])) >= WIDE_FROM else {})
+    slots = slots_for(cu_seqlens.shape[0] - 1)
+    return _called(_triton(), q, k, v, cu_seqlens, scale, described=tiles, slots=slots, tiles=tiles, **blocks)
 
 
 def hopper_why_not(problem: Problem, capability: tuple[int, int]) -> str | None:
@@ -127,13 +144,39 @@ def hopper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
 ) -> torch.Tensor:
     """As `attention`, by the kernel for Hopper, for up to `HOPPER_SLOTS` segments."""
-    if not scale > LEAST_SCALE or cu_seqlens.shape[0] - 1 > HOPPER_SLOTS:
-        return kernels.forward(q[..., : v.shape[2]], k[..., : v.shape[2]], v, cu_seqlens, max_seqlen, scale)
-    q, k, v = kernels.ready(q), _describable(kernels.ready(k)), _describable(kernels.ready(v))
-    made: torch.Tensor = _gluon().attention(
-        q, k, v, cu_seqlens.contiguous(), scale, parts=parts_of(v.shape[2]), slots=HOPPER_SLOTS
-    )
+    if not _takes(scale, cu_seqlens, HOPPER_SLOTS):
+        return _other(q, k, v, cu_seqlens, max_seqlen, scale)
+    return _called(_gluon(), q, k, v, cu_seqlens, scale, described=True, slots=HOPPER_SLOTS)
+
+
+def _takes(scale: float, cu_seqlens: torch.Tensor, room: int) -> bool:
+    """Is the scale one under which the largest score is the largest scaled one, and is there room for the segments?"""
+    return scale > LEAST_SCALE and cu_seqlens.shape[0] - 1 <= room
+
+
+def _called(
+    module: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    *,
+    described: bool,
+    **how: Any,
+) -> torch.Tensor:
+    """A module's `attention` on operands as it takes them; `described`: descriptors are made of k and v."""
+    q, k, v = map(kernels.ready, (q, k, v))
+    k, v = map(_describable, (k, v)) if described else (k, v)
+    made: torch.Tensor = module.attention(q, k, v, cu_seqlens.contiguous(), scale, parts=parts_of(v.shape[2]), **how)
     return made
+
+
+def _other(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+) -> torch.Tensor:
+    """What torch has, for calls that are not for the own kernels."""
+    return kernels.forward(q[..., : v.shape[2]], k[..., : v.shape[2]], v, cu_seqlens, max_seqlen, scale)
 
 
 def _describable(x: torch.Tensor) -> torch.Tensor:

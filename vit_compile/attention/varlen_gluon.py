@@ -33,7 +33,6 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from triton.experimental import gluon  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from triton.experimental.gluon import language as gl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -45,9 +44,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from vit_compile.attention.triton_kernel import VECTOR
+from vit_compile.attention.triton_kernel import LOG2_E, VECTOR, programs_for, tiles_of
 
-LOG2_E = 1.4426950408889634
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)
 """Rows of q of one consumer: the height of a product of one warpgroup."""
@@ -464,16 +462,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-def _tiles(x: torch.Tensor, dim: int, parts: tuple[int, int]) -> tuple[TensorDescriptor | None, ...]:
-    """How the tensor memory accelerator finds blocks of x [T,H,*]: one descriptor for each part of a head.
-
-    Columns from `dim` on are outside, and come as zeros.
-    """
-    rows, heads, _ = x.shape
-    shape, strides = [heads, rows, dim], [x.stride(1), x.stride(0), 1]
-    return tuple(
-        TensorDescriptor(x, shape, strides, [1, KEYS.value, width], _tile_layout(width, 3)) if width else None for width in parts
-    )
+def _descriptor(x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(x, shape, strides, block, _tile_layout(block[-1], rank=3))
 
 
 def attention(
@@ -503,11 +493,9 @@ def attention(
     rows, heads, dim = v.shape
     segments = cu_seqlens.shape[0] - 1
     out = torch.empty(rows, heads, dim, dtype=v.dtype, device=v.device)
-    # Every segment may end with a part of a block, and so may the rows behind the last one.
-    programs = triton.cdiv(rows, Q_ROWS.value) + min(segments, rows) + 1
-    described = [tile for x in (k, v) for tile in _tiles(x, dim, parts)]
+    described = [tile for x in (k, v) for tile in tiles_of(x, dim, KEYS.value, parts, _descriptor)]
     with torch.cuda.device(v.device) if v.is_cuda else nullcontext():
-        _attention_kernel[(programs, heads)](
+        _attention_kernel[(programs_for(rows, segments, Q_ROWS.value), heads)](
             q,
             out,
             *described,

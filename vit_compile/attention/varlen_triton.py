@@ -23,9 +23,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from vit_compile.attention.triton_kernel import VECTOR
-
-LOG2_E = 1.4426950408889634
+from vit_compile.attention.triton_kernel import LOG2_E, VECTOR, programs_for, tiles_of
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
@@ -178,16 +176,6 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         tl.store(here + row[:, None] * out_row + column_2[None, :], acc_2.to(out.dtype.element_ty), mask=wanted & within)
 
 
-def _tiles(x: torch.Tensor, dim: int, keys: int, parts: tuple[int, int]) -> tuple[TensorDescriptor | None, ...]:
-    """How the tensor memory accelerator finds blocks of x [T,H,*]: one descriptor for each part of a head.
-
-    Columns from `dim` on are outside, and come as zeros.
-    """
-    rows, heads, _ = x.shape
-    shape, strides = [heads, rows, dim], [x.stride(1), x.stride(0), 1]
-    return tuple(TensorDescriptor(x, shape, strides, [1, keys, width]) if width else None for width in parts)
-
-
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -222,12 +210,10 @@ def attention(
     rows, heads, dim = v.shape
     segments = cu_seqlens.shape[0] - 1
     out = torch.empty(rows, heads, dim, dtype=v.dtype, device=v.device)
-    # Every segment may end with a part of a block, and so may the rows behind the last one.
-    programs = triton.cdiv(rows, q_rows) + min(segments, rows) + 1
     strides = [stride // VECTOR for x in (q, k, v) for stride in x.stride()[:2]]
-    described = [tile for x in (k, v) for tile in (_tiles(x, dim, keys, parts) if tiles else (None, None))]
+    described = [tile for x in (k, v) for tile in tiles_of(x, dim, keys, parts, TensorDescriptor)] if tiles else [None] * 4
     with torch.cuda.device(v.device) if v.is_cuda else nullcontext():
-        _attention_kernel[(programs, heads)](
+        _attention_kernel[(programs_for(rows, segments, q_rows), heads)](
             q,
             k,
             v,

@@ -7,6 +7,7 @@ import threading
 import types
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -158,18 +159,20 @@ class TowerManager(EncoderCudaGraphManager):
 
     def capture(self, *, progress: bool = False) -> None:
         """See `EncoderCudaGraphManager`."""
-        with encoding(), torch.autocast(self.device.type, enabled=False):
+        with encoding(), _no_autocast(self.device):
             super().capture(progress=progress)
 
     def execute(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """See `EncoderCudaGraphManager`; a ModelError if the model has another tower or projector by now."""
         if self.bound is not None and self.bound.changed():
             raise ModelError("the model's tower or projector was replaced: make its encoder anew.")
-        if not torch.is_autocast_enabled(self.device.type):  # of a call for one image, switching it off would be a tenth
-            with encoding():
-                return super().execute(mm_kwargs)
-        with encoding(), torch.autocast(self.device.type, enabled=False):
+        with encoding(), _no_autocast(self.device):
             return super().execute(mm_kwargs)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast is off inside. Switching it off where it is off would be a tenth of a call for one image."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def _data_dtypes(table: EncoderTable) -> dict[str, torch.dtype]:
@@ -251,7 +254,7 @@ class AcceleratedModel:
             if more is not None or hook is not None:
                 why = more[1] if more is not None else hook
                 raise ModelError(f"encode gives last_hidden_state and pooler_output, and runs no hooks: {why}.")
-            with torch.autocast(self._device.type, enabled=False):
+            with _no_autocast(self._device):
                 return self._binding.encode(self._execute, images)
 
     def close(self) -> None:

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
-from vit_compile.models.merge_blocks import Grid, outer
+from vit_compile.models.merge_blocks import Grid, agreed, outer
 
 _AXIS = "_interpolation_axis_taps_weights"
 _SAMPLES = ((1, 2, 3), (2, 5, 1), (1, 1, 40))
 """Grids, in merge blocks, on which the quick way is compared: thin ones, a clip, axes longer and shorter than the table's."""
 _KEPT_AXES = 1024
 _axes: dict[Any, Any] = {}
-_agree: dict[Any, bool] = {}
 
 
 def indices_and_weights(
@@ -89,13 +88,8 @@ def _axis(vision_utils: Any, size: int, side: int, mode: str, align_corners: boo
 
 def agrees(vision_utils: Any, side: int, mode: str, align_corners: bool, merge: int) -> bool:
     """Is the quick way there, and does it give the same bits on samples? Remembered once it is known."""
-    key = (vision_utils, side, mode, align_corners, merge)
-    if key not in _agree:
-        try:
-            _agree[key] = all(map(functools.partial(_same, key), _SAMPLES))
-        except Exception:  # it is private, and the caller may have set a mode: the public function is there
-            return False
-    return _agree[key]
+    how = (vision_utils, side, mode, align_corners, merge)
+    return agreed(how, functools.partial(_same, how), _SAMPLES)
 
 
 def _same(how: Any, sample: Grid) -> bool:

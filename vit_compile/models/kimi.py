@@ -27,7 +27,7 @@ from vit_compile.models.binding import (
 )
 from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.models.interpolation import indices_and_weights
-from vit_compile.models.merge_blocks import merge_order
+from vit_compile.models.merge_blocks import merge_order, position_ids
 from vit_compile.models.moonvit import TAPS, TOKEN_RANGE, MoonVitTable, side_limited_example
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.runtime.config import SEGMENT_CAPACITIES
@@ -137,7 +137,7 @@ class KimiK25Table(MoonVitTable):
         shares = torch.zeros(t * tokens, self.frames)
         offsets[:tokens, :t], shares[:tokens, :t] = first_of_frame, 1 / t
         return {
-            "position_ids": vision_utils.get_vision_position_ids(grid, 1),
+            "position_ids": position_ids(vision_utils, [key], 1),
             "interp_indices": indices,
             "interp_weights": weights,
             "frame_index": get_vision_frame_index(grid),

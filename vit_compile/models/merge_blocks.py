@@ -9,11 +9,12 @@ Shapes: h and w patches of an image, m side of a merge block, P values of a patc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
+S = TypeVar("S")
 Grid = tuple[int, int, int]
 """Patches along time, height and width; a still image has one along time."""
 
@@ -76,15 +77,18 @@ def _quick(grids: Sequence[Grid], merge: int) -> torch.Tensor:
 _agreed: dict[Any, bool] = {}
 
 
-def _agree(vision_utils: Any, merge: int) -> bool:
-    """Does the quick way give the same on samples? Remembered once it is known."""
-    key = (vision_utils, merge)
+def agreed(key: Hashable, same: Callable[[S], bool], samples: Iterable[S]) -> bool:
+    """Does a quick way give the `same` as the one it stands for, on all samples? Remembered under `key` once it is known."""
     if key not in _agreed:
         try:
-            _agreed[key] = all(map(functools.partial(_same, vision_utils, merge), _SAMPLES))
-        except Exception:  # the caller may have set a mode
+            _agreed[key] = all(map(same, samples))
+        except Exception:  # what it is compared with may be gone, or the caller has set a mode
             return False
     return _agreed[key]
+
+
+def _agree(vision_utils: Any, merge: int) -> bool:
+    return agreed((vision_utils, merge), functools.partial(_same, vision_utils, merge), _SAMPLES)
 
 
 def _same(vision_utils: Any, merge: int, sample: Sequence[Grid]) -> bool:

@@ -30,7 +30,7 @@ from vit_compile.models.binding import (
 )
 from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.models.interpolation import indices_and_weights
-from vit_compile.models.merge_blocks import merge_order
+from vit_compile.models.merge_blocks import merge_order, position_ids
 from vit_compile.models.output_layout import TowerOutputs
 from vit_compile.runtime.config import SEGMENT_CAPACITIES
 from vit_compile.runtime.inputs import host_grids
@@ -146,7 +146,7 @@ class PaddleOCRTable(EncoderTable):
             merge=1,
         )
         return {
-            "position_ids": vision_utils.get_vision_position_ids(grid, 1),
+            "position_ids": position_ids(vision_utils, [key], 1),
             "interp_indices": indices,
             "interp_weights": weights,
             "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),

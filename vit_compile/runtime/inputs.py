@@ -106,10 +106,7 @@ def check_request(mm_kwargs: Any, modalities: Mapping[str, Sequence[str]]) -> li
     if not isinstance(mm_kwargs, Mapping):
         raise InputError(f"the request is {type(mm_kwargs).__name__}: expected a dict of inputs by name.")
     for name, value in mm_kwargs.items():
-        for names in modalities.values():
-            if name in names:
-                break
-        else:
+        if not any(name in names for names in modalities.values()):
             known = "; ".join(f"{modality}: {', '.join(names)}" for modality, names in modalities.items())
             raise InputError(f"unknown input {name!r}. This model encodes {known}.")
         if value is None:

@@ -45,8 +45,9 @@ class _Managed:
             if replays and _key(graph) in held:
                 with encoding():  # where there is no CUDA, a replay is a run of the forward
                     times = timed(held[_key(graph)].replay, self.manager.device, _LAUNCHES)
-                host += replays * statistics.median(host for host, _ in times)
-                wall += replays * statistics.median(wall for _, wall in times)
+                hosts, walls = zip(*times, strict=True)
+                host += replays * statistics.median(hosts)
+                wall += replays * statistics.median(walls)
         return host / max(1, calls), wall / max(1, calls)
 
 
