@@ -144,7 +144,7 @@ def host_rows(manager: EncoderCudaGraphManager, pixels: Pixels, patch: int, runs
         after = manager.snapshot()
         served = [
             (graph["replays"] - earlier["replays"], held)
-            for graph, earlier, held in zip(after["graphs"], before["graphs"], manager._set.graphs.values(), strict=True)
+            for graph, earlier, held in zip(after["graphs"], before["graphs"], manager._captured.set.graphs.values(), strict=True)
             if graph["replays"] > earlier["replays"]
         ]
         launch = sum(count * _host(held.replay, 20) for count, held in served) / len(whole)

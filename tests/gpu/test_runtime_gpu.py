@@ -350,7 +350,7 @@ def test_hazard_29_one_pool() -> None:
     sizes = [graph.nbytes for graph in manager.graphs()]
     assert len(sizes) > 5
     assert sum(sizes) < 2 * max(sizes), sizes
-    rows = {graph.inputs.values["hidden_states"].data_ptr() for graph in manager._set.graphs.values()}
+    rows = {graph.inputs.values["hidden_states"].data_ptr() for graph in manager._captured.set.graphs.values()}
     assert len(rows) == 1, "every graph has row buffers of its own"
 
 

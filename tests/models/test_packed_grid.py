@@ -196,7 +196,7 @@ def test_compiled_features_are_the_same() -> None:
     made = captured(
         table_of(WINDOWED, segment_capacities=()), token_budgets=BUDGETS, packing="greedy", mode="compiled", compiler="eager"
     )
-    assert [key.token_budget for key in made._set.graphs] == [48, 16]
+    assert [key.token_budget for key in made._captured.set.graphs] == [48, 16]
     for case in ("three sizes", "clip among images", "one image"):
         request = request_of(*CASES[case])
         assert largest_difference(made.execute(request), reference(WINDOWED, request)) <= TOLERANCE
@@ -243,7 +243,7 @@ def test_padding_stays_finite(build: Builder) -> None:
     made = captured(table_of(build), token_budgets=(48,), packing="greedy")
     made.execute(request_of([(1, 4, 6)]))
     made.execute(request_of([(1, 4, 6)] * 3))
-    outputs = [graph.output for graph in made._set.graphs.values()]
+    outputs = [graph.output for graph in made._captured.set.graphs.values()]
     assert all(len(output) == 48 and bool(output.isfinite().all()) for output in outputs)
 
 

@@ -268,7 +268,7 @@ def test_found_and_not_found(failing: tuple[str, ...], tiles: Sequence[int]) -> 
 
 def graph_memory(made: EncoderCudaGraphManager) -> set[int]:
     """Storages of the graphs' outputs and buffers."""
-    graphs = made._set.graphs.values()
+    graphs = made._captured.set.graphs.values()
     tensors = [*(graph.output for graph in graphs), *(value for graph in graphs for value in graph.inputs.values.values())]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
 

@@ -46,7 +46,7 @@ def manager(tower: Tower, tiles: int) -> EncoderCudaGraphManager:
 @pytest.mark.parametrize("tiles", [2, 3, 4, 7])
 def test_every_path_is_tried(tiles: int) -> None:
     """With room for three tiles or more, a trial has two and padding behind: nothing is left for the first requests to show."""
-    found = {key.path: graph.unseen for key, graph in manager(Tower(mixes=False), tiles)._set.graphs.items()}
+    found = {key.path: graph.unseen for key, graph in manager(Tower(mixes=False), tiles)._captured.set.graphs.items()}
     assert found == dict.fromkeys(SIZES, set() if tiles > 2 else {"company"})
 
 
@@ -54,5 +54,6 @@ def test_every_path_is_tried(tiles: int) -> None:
 def test_tiles_that_see_each_other_are_refused(tiles: int) -> None:
     """On both paths, at capture."""
     made = manager(Tower(mixes=True), tiles)
-    assert not made._set.graphs
-    assert {(key.path, skip.code) for key, skip in made._set.skips.items()} == {(name, "padding-unsafe") for name in SIZES}
+    held = made._captured.set
+    assert not held.graphs
+    assert {(key.path, skip.code) for key, skip in held.skips.items()} == {(name, "padding-unsafe") for name in SIZES}

@@ -26,7 +26,7 @@ def manager() -> EncoderCudaGraphManager:
     made = captured(table_of(BUILD), token_budgets=(48,), packing="greedy", mode="eager")
     for _ in range(3):
         made.execute(REQUEST)
-    assert not any(graph.unseen for graph in made._set.graphs.values())
+    assert not any(graph.unseen for graph in made._captured.set.graphs.values())
     return made
 
 
@@ -116,7 +116,7 @@ def test_memory_is_looked_at_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph is not replayed once the memory that it reads may have gone; whether modules still hold it may wait."""
     made = manager()
     order: list[str] = []
-    watch, runner = made._watch, made._runner
+    watch, runner = made._captured.watch, made._server.runner
     assert watch is not None
 
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,14 +141,14 @@ def test_memory_is_looked_at_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_of_what_is_gone_does_not_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay that fails on a replaced model says nothing; on the model as it was captured it does."""
     made = manager()
-    run, left = made._runner.run, [RuntimeError("odd")]
+    run, left = made._server.runner.run, [RuntimeError("odd")]
 
     def raises_once(*args: Any, **kwargs: Any) -> Any:
         if left:
             raise left.pop()
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(made._runner, "run", raises_once)
+    monkeypatch.setattr(made._server.runner, "run", raises_once)
     new_object(tower_of(made))
     assert largest_difference(made.execute(REQUEST), expected(made)) <= TOLERANCE
     for _ in range(3):
@@ -212,14 +212,14 @@ def test_a_setting_that_changes_in_train_mode_is_not_forgotten(whole: bool) -> N
 def test_a_setting_that_somebody_else_changes_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the launch and the end of a call: that call may have either value, the next one has the new."""
     made, layer = with_layer()
-    together = made._runner._together
+    together = made._server.runner._together
 
     def meanwhile(*args: Any, **kwargs: Any) -> Any:
         layer.scale = 3.0
         monkeypatch.undo()
         return together(*args, **kwargs)
 
-    monkeypatch.setattr(made._runner, "_together", meanwhile)
+    monkeypatch.setattr(made._server.runner, "_together", meanwhile)
     made.execute(REQUEST)
     with counters.expect(recaptures=1):
         assert largest_difference(made.execute(REQUEST), expected(made)) <= TOLERANCE
@@ -256,8 +256,8 @@ def test_what_ran_before_an_error_counts(monkeypatch: pytest.MonkeyPatch) -> Non
         request = request_of([(1, 4, 8), (1, 8, 8)])
         for _ in range(3):
             made.execute(request)
-        made._was_changed = not ahead
-        replay, left = made._runner._replay, [RuntimeError("odd"), None]
+        made._server._was_changed = not ahead
+        replay, left = made._server.runner._replay, [RuntimeError("odd"), None]
 
         def fails_second(graph: Any, replay: Any = replay, left: Any = left) -> torch.Tensor:
             error = left.pop()
@@ -265,7 +265,7 @@ def test_what_ran_before_an_error_counts(monkeypatch: pytest.MonkeyPatch) -> Non
                 raise error
             return replay(graph)
 
-        monkeypatch.setattr(made._runner, "_replay", fails_second)
+        monkeypatch.setattr(made._server.runner, "_replay", fails_second)
         before = made.snapshot()["graph_hits"]
         with pytest.raises(RuntimeError, match="odd"):
             made.execute(request)

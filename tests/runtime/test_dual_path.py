@@ -145,7 +145,7 @@ def test_global_found_without_tiles_skips_the_local_path(form: str) -> None:
 def test_global_not_found_runs_eagerly_beside_a_replayed_local_path(form: str) -> None:
     """Only the thumbnails have no graph: they run eagerly and the tiles replay, in one batch."""
     manager, table = without_graphs_on(("global",), form)
-    assert {key.path for key in manager._set.graphs} == {"local"}
+    assert {key.path for key in manager._captured.set.graphs} == {"local"}
     with runs(manager) as noted:
         check(manager, table, toys.tiled_request([(1, 1), (1, 2)]))
     assert noted == [("eager", "global", 2 * GLOBAL), ("replay", "local", 16)]
@@ -225,8 +225,9 @@ def test_one_image_with_tiles_among_images_without(form: str) -> None:
 
 def graph_memory(manager: EncoderCudaGraphManager) -> set[int]:
     """Storages of all graphs: outputs and buffers."""
-    tensors = [graph.output for graph in manager._set.graphs.values()]
-    tensors += [v for graph in manager._set.graphs.values() for v in graph.inputs.values.values() if isinstance(v, torch.Tensor)]
+    graphs = manager._captured.set.graphs.values()
+    tensors = [graph.output for graph in graphs]
+    tensors += [v for graph in graphs for v in graph.inputs.values.values() if isinstance(v, torch.Tensor)]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
@@ -263,7 +264,7 @@ def test_the_first_paths_output_survives_the_second_paths_replay(outputs: str) -
     real = EncoderGraph.replay
 
     def replay(self: EncoderGraph) -> torch.Tensor:
-        for graph in manager._set.graphs.values():
+        for graph in manager._captured.set.graphs.values():
             if graph is not self:
                 graph.output.fill_(float("nan"))
         return real(self)
@@ -281,7 +282,7 @@ def test_each_path_reads_its_own_buffers(form: str) -> None:
     real = EncoderGraph.replay
 
     def replay(self: EncoderGraph) -> torch.Tensor:
-        for graph in manager._set.graphs.values():
+        for graph in manager._captured.set.graphs.values():
             if graph.key.path != self.key.path:
                 for value in graph.inputs.values.values():
                     value.fill_(float("nan"))

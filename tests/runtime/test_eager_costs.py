@@ -25,11 +25,11 @@ def test_a_line_through_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         return 2.0, 3.0 + 0.5 * (asked[-1] // 4)
 
     monkeypatch.setattr(capture_work, "least_ms", least)
-    for number, graph in enumerate(made._set.graphs.values()):
+    for number, graph in enumerate(made._captured.set.graphs.values()):
         graph.time = ReplayTime(1.0, 0.125 * number, 8)
-    (cost,) = made._work._time_eager(made._set, [DEFAULT_PATH]).values()
+    (cost,) = made._captured.work._time_eager(made._captured.set, [DEFAULT_PATH]).values()
     assert asked == [16, 64], "rows of the smallest and of the largest graph"
-    assert cost == EagerCost(3.0, 0.5, 2.0, 0.125 * (len(made._set.graphs) - 1))
+    assert cost == EagerCost(3.0, 0.5, 2.0, 0.125 * (len(made._captured.set.graphs) - 1))
 
 
 @pytest.mark.parametrize("tokens", [8192, 12000, 16384])

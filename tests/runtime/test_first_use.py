@@ -233,7 +233,7 @@ def test_a_trial_with_one_example_leaves_company_to_be_shown() -> None:
     table = OneExample(packed_table().tower)
     table.kind = "neighbours"
     manager = captured(table, token_budgets=(8,), max_items_per_batch=4, packing="greedy")
-    assert {graph.key.axis_keys: graph.unseen for graph in manager._set.graphs.values()} == {
+    assert {graph.key.axis_keys: graph.unseen for graph in manager._captured.set.graphs.values()} == {
         (1,): set(),
         (16,): {"company"},
     }

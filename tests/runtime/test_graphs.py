@@ -47,7 +47,7 @@ def one_width(**changes: Any) -> HandWritten:
 
 def budgets(made: Any) -> list[int]:
     """Budgets that are captured, in the order of capture."""
-    return [key.token_budget for key in made._set.graphs]
+    return [key.token_budget for key in made._captured.set.graphs]
 
 
 def reasons(made: Any) -> dict[int, str]:
@@ -77,10 +77,10 @@ def test_largest_first() -> None:
 def test_a_second_capture_does_nothing() -> None:
     """Graphs that are there stay."""
     made = captured(one_width(), **GREEDY)
-    before = list(made._set.graphs.values())
+    before = list(made._captured.set.graphs.values())
     with counters.expect(captures=0):
         made.capture()
-    assert list(made._set.graphs.values()) == before
+    assert list(made._captured.set.graphs.values()) == before
 
 
 @pytest.mark.parametrize("most", [1, 2, 4, 5, 9])
@@ -98,7 +98,7 @@ def test_the_reason_of_a_missing_graph_reaches_the_count() -> None:
     """Items whose axis key has no graph for want of room run eagerly for that reason."""
     model = HandWritten()
     made = captured(model, max_graphs=1, **GREEDY)
-    assert list(made._set.graphs) == [GraphKey("main", 32, (4,))]
+    assert list(made._captured.set.graphs) == [GraphKey("main", 32, (4,))]
     for width in (4, 8):
         request = written_request([3, 2], width)
         assert largest_difference(made.execute(request), written_reference(model, request)) < 1e-6
@@ -139,7 +139,7 @@ def test_max_graph_bytes(cap: int, want: list[int]) -> None:
     model = with_bytes(lambda budget: 10 * budget)
     made = captured(model, max_graph_bytes=cap, **GREEDY)
     assert budgets(made) == want
-    assert made._set.nbytes == 10 * sum(want) <= cap
+    assert made._captured.set.nbytes == 10 * sum(want) <= cap
     assert made.snapshot()["graph_bytes"] == 10 * sum(want)
     assert reasons(made) == dict.fromkeys([b for b in (32, 16, 8, 4, 2) if b not in want], "max-graph-bytes")
     check_written(made, model)
@@ -148,7 +148,7 @@ def test_max_graph_bytes(cap: int, want: list[int]) -> None:
 def test_bytes_are_those_of_the_buffers_where_the_model_says_nothing() -> None:
     """Rows of 4 floats and a scale for each token."""
     made = captured(one_width(), **GREEDY)
-    assert {graph.key.token_budget: graph.nbytes for graph in made._set.graphs.values()} == {
+    assert {graph.key.token_budget: graph.nbytes for graph in made._captured.set.graphs.values()} == {
         budget: budget * 5 * 4 for budget in (32, 16, 8, 4, 2)
     }
 
@@ -258,7 +258,7 @@ def test_a_forward_of_another_shape_is_an_error(wrong: Callable[[torch.Tensor], 
         made.capture()
     assert made.graphs() == ()
     assert not made.is_captured()
-    assert made._set.nbytes == 0
+    assert made._captured.set.nbytes == 0
     model.mended = True
     made.capture()
     assert budgets(made) == [32, 16, 8, 4, 2]
@@ -355,7 +355,7 @@ def test_only_the_paths_that_mix_rows_are_refused() -> None:
 
     table.tower.forward = mixes_tiles  # type: ignore[method-assign]
     made = captured(table, token_budgets=(12, 24), path_token_budgets={"local": (12,)}, **GREEDY)
-    assert {key.path for key in made._set.graphs} == {"global"}
+    assert {key.path for key in made._captured.set.graphs} == {"global"}
     request = tiled_request([(0, 0), (0, 0)])
     assert largest_difference(made.execute(request), tiled_reference(table, request)) < 1e-5
     assert made.snapshot()["miss_reasons"] == {}
@@ -371,7 +371,7 @@ def test_no_garbage_is_left_after_capture() -> None:
         request = packed_request(grids)
         made.execute(request)
         rows = sum(t * h * w for t, h, w in grids)
-        for graph in made._set.graphs.values():
+        for graph in made._captured.set.graphs.values():
             assert not bool(graph.inputs.values["pixels"][rows:].any())
 
 
@@ -392,7 +392,7 @@ def test_a_trial_that_fails_proves_nothing() -> None:
     assert set(reasons(made).values()) == {"padding-unproved"}
     request = packed_request([(1, 4, 4), (1, 6, 6)])
     assert largest_difference(made.execute(request), packed_reference(table, request)) < 1e-5
-    assert not bool(next(iter(made._set.graphs.values())).inputs.values["pixels"][16:].any())
+    assert not bool(next(iter(made._captured.set.graphs.values())).inputs.values["pixels"][16:].any())
 
 
 @pytest.mark.parametrize("name", ["rows", "scale"])
@@ -422,7 +422,7 @@ def test_replaced_weights_capture_anew() -> None:
     model = one_width()
     made = captured(model, **GREEDY)
     made.execute(written_request([3]))
-    old = [weakref.ref(graph) for graph in made._set.graphs.values()]
+    old = [weakref.ref(graph) for graph in made._captured.set.graphs.values()]
     model.weights = nn.Parameter(model.weights.detach() * 3)
     with counters.expect(recaptures=1, captures=5):
         check_written(made, model)
@@ -450,11 +450,11 @@ def test_a_reason_may_go_with_the_weights() -> None:
 def test_dropped_graphs_are_gone() -> None:
     """Neither graph nor output nor buffer is kept by the set."""
     made = captured(packed_table(), token_budgets=(8, 16), **GREEDY)
-    kept = [weakref.ref(graph) for graph in made._set.graphs.values()]
-    kept += [weakref.ref(graph.output) for graph in made._set.graphs.values()]  # type: ignore[misc]
-    made._set.drop()
+    kept = [weakref.ref(graph) for graph in made._captured.set.graphs.values()]
+    kept += [weakref.ref(graph.output) for graph in made._captured.set.graphs.values()]  # type: ignore[misc]
+    made._captured.set.drop()
     gc.collect()
-    assert made._set.nbytes == 0
+    assert made._captured.set.nbytes == 0
     assert [ref() for ref in kept] == [None] * len(kept)
 
 
@@ -486,8 +486,8 @@ def test_names_of_graphs() -> None:
 def test_replays_are_timed_for_cost_packing_only() -> None:
     """Every graph has a time then, of a replay on a full batch; greedy packing measures nothing."""
     timed, untimed = captured(one_width()), captured(one_width(), **GREEDY)
-    assert all(graph.predicted_ms is not None and graph.predicted_ms > 0 for graph in timed._set.graphs.values())
-    assert all(graph.predicted_ms is None for graph in untimed._set.graphs.values())
+    assert all(graph.predicted_ms is not None and graph.predicted_ms > 0 for graph in timed._captured.set.graphs.values())
+    assert all(graph.predicted_ms is None for graph in untimed._captured.set.graphs.values())
     check_written(timed, one_width())
 
 

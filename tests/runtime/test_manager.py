@@ -54,7 +54,7 @@ def no_work(manager: EncoderCudaGraphManager) -> Iterator[None]:
     with (
         mock.patch.object(EncoderGraph, "replay", forbidden),
         mock.patch.object(manager.model, "encoder_eager_forward", forbidden),
-        mock.patch.object(manager._runner, "_fill", forbidden),
+        mock.patch.object(manager._server.runner, "_fill", forbidden),
     ):
         yield
     assert manager.snapshot() == before
@@ -62,7 +62,7 @@ def no_work(manager: EncoderCudaGraphManager) -> Iterator[None]:
 
 def graph_storages(manager: EncoderCudaGraphManager) -> set[int]:
     """Memory that replays write."""
-    return {graph.output.untyped_storage().data_ptr() for graph in manager._set.graphs.values()}
+    return {graph.output.untyped_storage().data_ptr() for graph in manager._captured.set.graphs.values()}
 
 
 def storages(features: list[torch.Tensor]) -> list[int]:
@@ -96,10 +96,10 @@ def test_capture_is_idempotent(table: toys.PackedTable) -> None:
     manager = toys.manager(table)
     with counters.expect(captures=manager.get_num_graphs_to_capture()):
         manager.capture()
-    graphs, snapshot = dict(manager._set.graphs), manager.snapshot()
+    graphs, snapshot = dict(manager._captured.set.graphs), manager.snapshot()
     with counters.expect(captures=0):
         manager.capture()
-    assert all(manager._set.graphs[key] is graph for key, graph in graphs.items())
+    assert all(manager._captured.set.graphs[key] is graph for key, graph in graphs.items())
     assert manager.snapshot() == snapshot
 
 
@@ -312,8 +312,9 @@ def test_inference_mode_in_both_orders(first: str, captured_in: str, table: toys
             for grids in ([(1, 4, 4)], [(1, 2, 2), (1, 4, 6)], [(1, 20, 20), (1, 2, 2)]):
                 for feature in check(manager, table, toys.packed_request(grids)):
                     feature += 1
-    tensors = [graph.output for graph in manager._set.graphs.values()]
-    tensors += [v for graph in manager._set.graphs.values() for v in graph.inputs.values.values() if isinstance(v, torch.Tensor)]
+    graphs = manager._captured.set.graphs.values()
+    tensors = [graph.output for graph in graphs]
+    tensors += [v for graph in graphs for v in graph.inputs.values.values() if isinstance(v, torch.Tensor)]
     assert not any(tensor.is_inference() for tensor in tensors)
 
 
@@ -767,9 +768,12 @@ def no_collector() -> Iterator[None]:
 
 def memory_of(manager: EncoderCudaGraphManager) -> list[weakref.ref[torch.Tensor]]:
     """Outputs and buffers of all graphs."""
-    tensors = [graph.output for graph in manager._set.graphs.values()]
-    tensors += [v for graph in manager._set.graphs.values() for v in graph.inputs.values.values() if isinstance(v, torch.Tensor)]
-    tensors += [b.tensor for g in manager._set.graphs.values() if hasattr(g.inputs.state, "buffers") for b in buffers_of(g)]
+    graphs = manager._captured.set.graphs.values()
+    tensors = [graph.output for graph in graphs]
+    tensors += [v for graph in graphs for v in graph.inputs.values.values() if isinstance(v, torch.Tensor)]
+    tensors += [
+        b.tensor for g in manager._captured.set.graphs.values() if hasattr(g.inputs.state, "buffers") for b in buffers_of(g)
+    ]
     return [weakref.ref(tensor) for tensor in tensors]
 
 

@@ -151,7 +151,7 @@ def test_a_recapture_that_raises_is_tried_again(error: BaseException, strict: bo
     forward, left = table.tower.forward, [error]
 
     def raises_once(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if left and made._recapture_due:  # not in the replay before, which runs code on a CPU only
+        if left and made._captured._recapture_due:  # not in the replay before, which runs code on a CPU only
             raise left.pop()
         return forward(*args, **kwargs)
 

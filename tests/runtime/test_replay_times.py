@@ -268,7 +268,7 @@ def test_the_slope_of_a_graph_is_measured(timed: list[tuple[int, list[int]]]) ->
     """With two layouts of the whole budget; the line is right for every other one, and the graph's own time is that of few."""
     made = captured(Example(), token_budgets=(16, 64), max_items_per_batch=8, max_frames_per_batch=8)
     assert timed == [(64, [8] * 8), (64, [32] * 2), (16, [2] * 8), (16, [8] * 2)]
-    for key, graph in made._set.graphs.items():
+    for key, graph in made._captured.set.graphs.items():
         budget = key.token_budget
         assert graph.time is not None
         assert graph.time.slope == pytest.approx(SQUARE_MS)
@@ -282,14 +282,14 @@ def test_the_slope_of_a_graph_is_measured(timed: list[tuple[int, list[int]]]) ->
 def test_what_was_measured_reaches_the_plans(timed: list[tuple[int, list[int]]]) -> None:
     """Images and clips through a captured encoder: the predicted time is that of the layout in the buffers."""
     made = captured(Example(), token_budgets=(16, 64), max_items_per_batch=8, max_frames_per_batch=8)
-    assert made._planner is not None
+    assert made._captured.planner is not None
     for grids, clips in (([(1, 4, 4)] * 4, []), ([(1, 2, 32)], []), ([], [(4, 2, 8)]), ([(1, 4, 4)], [(2, 4, 4), (2, 2, 2)])):
         made.execute(toys.packed_request(grids, clips))
         specs = made.model.get_encoder_cudagraph_item_specs(toys.packed_request(grids, clips))
-        (batch,) = plan = made._planner.plan(specs)
-        graph = made._set.graphs[batch.choices[0]]
+        (batch,) = plan = made._captured.planner.plan(specs)
+        graph = made._captured.set.graphs[batch.choices[0]]
         want = milliseconds(graph.key.token_budget, lengths(graph))
-        assert made._planner.predicted_ms(specs, plan) == pytest.approx(want)
+        assert made._captured.planner.predicted_ms(specs, plan) == pytest.approx(want)
         assert sum(lengths(graph)) == sum(spec.output_tokens for spec in specs), "it is the graph that was replayed"
 
 
@@ -309,7 +309,7 @@ def test_many_items_are_as_many_as_there_is_room_for(timed: list[tuple[int, list
     made = captured(Example(), token_budgets=(64,), max_items_per_batch=segments, max_frames_per_batch=0)
     few = min(segments, 2)
     assert timed == [(64, short), (64, [64 // few] * few)]
-    (graph,) = made._set.graphs.values()
+    (graph,) = made._captured.set.graphs.values()
     assert graph.time is not None
     assert graph.time.slope == pytest.approx(SQUARE_MS, rel=0.05)
 
@@ -325,7 +325,7 @@ def test_an_example_that_fails_costs_a_layout_and_nothing_else(error: Exception,
             return super().example_key(tokens)
 
     made = captured(Fails(), token_budgets=(64,), max_items_per_batch=8, max_frames_per_batch=0, verify=False)
-    (graph,) = made._set.graphs.values()
+    (graph,) = made._captured.set.graphs.values()
     assert timed == [(64, [32]), (64, [32, 32])]
     assert graph.predicted_ms == milliseconds(64, [32, 32])
 
@@ -340,7 +340,7 @@ def test_noise_makes_no_replay_free() -> None:
 def test_capacities_are_measured_each(timed: list[tuple[int, list[int]]]) -> None:
     """Graphs of one budget for 1, 4 and all segments."""
     made = captured(Example(segment_capacities=(1, 4)), token_budgets=(64,), max_items_per_batch=8, max_frames_per_batch=0)
-    slopes = {key.axis_keys: graph.time.slope for key, graph in made._set.graphs.items() if graph.time is not None}
+    slopes = {key.axis_keys: graph.time.slope for key, graph in made._captured.set.graphs.items() if graph.time is not None}
     assert slopes == dict.fromkeys([(1,), (4,), (0,)], pytest.approx(SQUARE_MS, rel=0.05))
     assert sorted(len(found) for _, found in timed) == [1, 1, 2, 2, 4, 8]
 
@@ -349,7 +349,7 @@ def test_where_many_items_are_slower_there_is_no_slope(monkeypatch: pytest.Monke
     """The time of few items stays."""
     monkeypatch.setattr(graphs, "least_ms", lambda replay, device: (0.0, 1.0 + len(lengths(replay.__self__))))
     made = captured(Example(), token_budgets=(64,), max_items_per_batch=8, max_frames_per_batch=0)
-    (graph,) = made._set.graphs.values()
+    (graph,) = made._captured.set.graphs.values()
     assert graph.time == ReplayTime(3.0, 0.0, 2 * 32**2)
 
 
@@ -359,8 +359,8 @@ def test_without_examples_or_boundaries_a_graph_has_one_time(make: Any, monkeypa
     calls = []
     monkeypatch.setattr(graphs, "least_ms", lambda replay, device: (0.0, calls.append(replay) or 7.0))
     made = captured(make())
-    assert {graph.time for graph in made._set.graphs.values()} == {ReplayTime(7.0)}
-    assert len(calls) == len(made._set.graphs)
+    assert {graph.time for graph in made._captured.set.graphs.values()} == {ReplayTime(7.0)}
+    assert len(calls) == len(made._captured.set.graphs)
 
 
 def test_a_path_without_boundaries_has_one_time() -> None:

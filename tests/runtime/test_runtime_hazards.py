@@ -74,7 +74,7 @@ def row_buffers(manager: EncoderCudaGraphManager) -> list[Any]:
     """The data buffers of a table's graphs, each once."""
     found = {
         id(buffer): buffer
-        for graph in manager._set.graphs.values()
+        for graph in manager._captured.set.graphs.values()
         for buffer in graph.inputs.state.buffers.shared.buffers.values()
     }
     return list(found.values())
@@ -115,13 +115,13 @@ def test_hazard_02_baked_max_seqlen() -> None:
     """Bounds cover whatever the graph may hold: short segments first, then one that fills the graph, windows included."""
     packed = toys.packed_table()
     manager = toys.captured(packed, token_budgets=(8, 16), **GREEDY)
-    for graph in manager._set.graphs.values():
+    for graph in manager._captured.set.graphs.values():
         assert graph.inputs.values["max_seqlen"] == 4 * graph.key.token_budget
     for grids in ([(1, 2, 2)] * 8, [(1, 8, 8)], [(1, 2, 2)] * 4, [(1, 2, 16)], [(1, 4, 16)]):
         check(manager, packed, toys.packed_request(grids))
     twin = toys.twin_table()
     manager = toys.captured(twin, token_budgets=(8, 16), **GREEDY)
-    for graph in manager._set.graphs.values():
+    for graph in manager._captured.set.graphs.values():
         if graph.key.path == "fine":
             assert graph.inputs.values["max_seqlen"] == 4 * graph.key.token_budget
             assert graph.inputs.values["max_window"] == toys.WINDOW
@@ -140,7 +140,7 @@ def test_hazard_03_unwritten_rows(table: toys.PackedTable) -> None:
     for request in (small, large, small, small, large, small):
         for buffer in row_buffers(manager):
             buffer.tensor[buffer.dirty :].fill_(NAN)
-        for graph in manager._set.graphs.values():
+        for graph in manager._captured.set.graphs.values():
             graph.output.fill_(NAN)
         assert same_bits(manager.execute(request), clean[id(request)])
 
@@ -220,7 +220,7 @@ def test_hazard_06_addresses_are_stable(table: toys.PackedTable) -> None:
     def addresses() -> list[int]:
         return [
             tensor.data_ptr()
-            for graph in manager._set.graphs.values()
+            for graph in manager._captured.set.graphs.values()
             for tensor in (graph.output, *(v for v in graph.inputs.values.values() if isinstance(v, torch.Tensor)))
         ]
 
@@ -307,14 +307,14 @@ def test_hazard_08_weights_replaced(change: Callable[[toys.PackedTable], None], 
     manager = toys.captured(table, token_budgets=(8, 16), **GREEDY)
     requests = [toys.packed_request(grids) for grids in ([(1, 4, 4)], [(1, 8, 8)])]
     before = [check(manager, table, request) for request in requests]
-    graphs = list(manager._set.graphs.values())
+    graphs = list(manager._captured.set.graphs.values())
     with torch.no_grad():
         change(table)
     with counters.expect(recaptures=recaptures, captures=recaptures * len(graphs)):
         for request, stale in zip(requests, before, strict=True):
             assert toys.largest_difference(check(manager, table, request), stale) > 1e-3, "the new weights make no difference"
     assert manager.snapshot()["recaptures"] == recaptures
-    assert any(new is old for new in manager._set.graphs.values() for old in graphs) == (recaptures == 0)
+    assert any(new is old for new in manager._captured.set.graphs.values() for old in graphs) == (recaptures == 0)
     assert misses(manager) == {}
 
 
@@ -569,7 +569,7 @@ def test_hazard_20_a_failed_capture(table: toys.PackedTable, monkeypatch: pytest
     monkeypatch.setattr(table.tower, "forward", forward)
     manager = toys.captured(table, token_budgets=(4, 16), **GREEDY)
     broken.clear()
-    assert {key.token_budget for key in manager._set.graphs} == {4}
+    assert {key.token_budget for key in manager._captured.set.graphs} == {4}
     request = toys.packed_request([(1, 8, 8), (1, 2, 2), (1, 2, 4)])
     check(manager, table, request)
     assert misses(manager) == {"capture-failed": 1}
@@ -623,7 +623,7 @@ def test_hazard_22_a_new_capture_inside_inference_mode(table: toys.PackedTable) 
     for grids in ([(1, 4, 4), (1, 2, 6)], [(1, 2, 2)], [(1, 8, 8)]):
         for feature in check(manager, table, toys.packed_request(grids)):
             feature.mul_(2)
-    assert not any(graph.output.is_inference() for graph in manager._set.graphs.values())
+    assert not any(graph.output.is_inference() for graph in manager._captured.set.graphs.values())
 
 
 @pytest.mark.parametrize("packing", ["greedy", "cost"])
@@ -649,7 +649,7 @@ def test_hazard_27_a_path_without_tokens() -> None:
     with replays() as seen:
         held = manager.execute(request)
     assert {graph.key.path for graph in seen} == {"global"}
-    memory = {graph.output.untyped_storage().data_ptr() for graph in manager._set.graphs.values()}
+    memory = {graph.output.untyped_storage().data_ptr() for graph in manager._captured.set.graphs.values()}
     assert not memory.intersection(feature.untyped_storage().data_ptr() for feature in held)
     manager.execute(toys.tiled_request([(0, 0), (0, 0)], seed=5))
     assert toys.largest_difference(held, toys.tiled_reference(table, request)) <= TOLERANCE
@@ -691,7 +691,7 @@ def test_hazard_29_rows_are_shared_largest_first(table: toys.PackedTable) -> Non
     manager = toys.captured(table, token_budgets=(8, 16, 32, 64), **GREEDY)
     graphs = manager.graphs()
     assert [graph.token_budget for graph in graphs] == [64, 32, 16, 8]
-    storages = {g.inputs.values["pixels"].untyped_storage().data_ptr() for g in manager._set.graphs.values()}
+    storages = {g.inputs.values["pixels"].untyped_storage().data_ptr() for g in manager._captured.set.graphs.values()}
     assert len(storages) == 1
     pixels = 64 * 4 * toys.CHANNELS * 4
     assert graphs[0].nbytes >= pixels
@@ -704,9 +704,9 @@ def test_hazard_30_memory_goes_with_the_graphs(end: str, table: toys.PackedTable
     """Buffers and outputs die with `clear()`, with the manager, and when graphs are made anew."""
     manager = toys.captured(table, **GREEDY)
     check(manager, table, toys.packed_request([(1, 4, 4)]))
-    old = [weakref.ref(graph.output) for graph in manager._set.graphs.values()]
+    old = [weakref.ref(graph.output) for graph in manager._captured.set.graphs.values()]
     old += [weakref.ref(buffer.tensor) for buffer in row_buffers(manager)]
-    old += [weakref.ref(graph.inputs.state.buffers.block) for graph in manager._set.graphs.values()]
+    old += [weakref.ref(graph.inputs.state.buffers.block) for graph in manager._captured.set.graphs.values()]
     if end == "clear":
         manager.clear()
     elif end == "del":
@@ -733,7 +733,7 @@ def test_hazard_31_one_budget_out_of_memory(table: toys.PackedTable, monkeypatch
     gc.collect()
     assert lost
     assert all(reference() is None for reference in lost)
-    assert {key.token_budget for key in manager._set.graphs} == {16}
+    assert {key.token_budget for key in manager._captured.set.graphs} == {16}
     assert {(skip["token_budget"], skip["code"]) for skip in manager.snapshot()["not_captured"]} == {(64, "out-of-memory")}
     check(manager, table, toys.packed_request([(1, 16, 16), (1, 4, 4), (1, 8, 8)]))
     assert misses(manager) == {"out-of-memory": 1}
@@ -752,8 +752,9 @@ def test_hazard_32_plans_by_measured_cost(table: toys.PackedTable) -> None:
         (1.0, 9.0, EagerCost(2.0, 0.05), []),  # 2 + 48 * 0.05 = 4.4
         (1.0, 9.0, None, [small] * 6),  # never measured: the last resort
     ):
-        manager._set.graphs[small].time, manager._set.graphs[large].time = ReplayTime(small_ms), ReplayTime(large_ms)
-        manager._planner = manager._new_planner(None if eager is None else {"main": eager})
+        graphs = manager._captured.set.graphs
+        graphs[small].time, graphs[large].time = ReplayTime(small_ms), ReplayTime(large_ms)
+        manager._captured.planner = manager._captured.new_planner(None if eager is None else {"main": eager})
         before = misses(manager).get("eager-cheaper", 0)
         with replays() as seen:
             check(manager, table, request)
@@ -771,7 +772,7 @@ def test_hazard_33_graphs_that_no_input_can_reach(
     manager = toys.captured(
         table, token_budgets=(4, 12), max_items_per_batch=items, max_frames_per_batch=frames, verify=False, **GREEDY
     )
-    planner = manager._planner
+    planner = manager._captured.planner
     assert planner is not None
     most = frames or items
     kinds = [EncoderItemSpec(4 * tokens, tokens, None, count) for tokens in (1, 4, 12) for count in range(1, tokens + 1)]
@@ -784,9 +785,9 @@ def test_hazard_33_graphs_that_no_input_can_reach(
                 assert axes is not None
                 needed.add(GraphKey("main", 4 if tokens <= 4 else 12, axes))
     # A small graph with room for more segments than it has tokens is the one exception: frames are not tied to tokens.
-    assert needed <= set(manager._set.graphs)
-    assert all(key.axis_keys and key.token_budget == 4 for key in set(manager._set.graphs) - needed)
-    assert manager.get_num_graphs_to_capture() == len(manager._set.graphs)
+    assert needed <= set(manager._captured.set.graphs)
+    assert all(key.axis_keys and key.token_budget == 4 for key in set(manager._captured.set.graphs) - needed)
+    assert manager.get_num_graphs_to_capture() == len(manager._captured.set.graphs)
 
 
 def test_hazard_33_budgets_below_one_tile() -> None:
@@ -978,7 +979,7 @@ def test_hazard_38_padding_is_reported(table: toys.PackedTable) -> None:
         assert graph["padded_share"] == ((rows - graph["tokens"]) / rows if rows else 0.0)
         assert graph["predicted_ms"] > 0
     measured = {graph.token_budget: graph.predicted_ms for graph in manager.graphs()}
-    planner = manager._planner
+    planner = manager._captured.planner
     assert planner is not None
     spec = EncoderItemSpec(20, 5)
     assert planner.predicted_ms([spec], planner.plan([spec])) == min(ms for ms in measured.values() if ms is not None)

@@ -250,7 +250,7 @@ def test_times_by_layout_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def times() -> list[ReplayTime | None]:
         table = Squares(PackedTower().eval(), segment_capacities=())
         with EncoderCudaGraphManager(table, config, device="cpu", dtype=torch.float32) as manager:
-            return [graph.time for graph in manager._set.graphs.values()]
+            return [graph.time for graph in manager._captured.set.graphs.values()]
 
     measured = times()
     assert measured == [ReplayTime(5.0, 2.0 / (2 * 16**2 - 4 * 8**2), 2 * 16**2)]

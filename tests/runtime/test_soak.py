@@ -136,7 +136,7 @@ def layout(request: dict[str, Any]) -> tuple[Any, ...]:
 
 def check_caches(manager: EncoderCudaGraphManager, distinct: int) -> None:
     """No more plans than layouts, no more sizes than grids, and no more metadata blocks than batches of them."""
-    planner, encoder = manager._planner, manager.model
+    planner, encoder = manager._captured.planner, manager.model
     assert planner is not None
     assert isinstance(encoder, encoder_module.TableEncoder)
     assert len(planner._plans) <= distinct
@@ -155,13 +155,13 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(1)
     table = small_table()
     manager = toys.captured(table, token_budgets=(4, 16), max_items_per_batch=4, packing="greedy", verify=False)
-    planner, encoder = manager._planner, manager.model
+    planner, encoder = manager._captured.planner, manager.model
     assert planner is not None
     assert isinstance(encoder, encoder_module.TableEncoder)
     encoder._layouts = Layouts(6000)
     manager.clear()  # graphs hold the cache that they were made with
     manager.capture()
-    planner = manager._planner
+    planner = manager._captured.planner
     assert planner is not None
     largest = 0
     for seed in range(300):

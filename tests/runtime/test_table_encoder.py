@@ -480,8 +480,10 @@ def test_clear_gives_the_buffers_back() -> None:
     """After `clear()` neither manager nor encoder keeps a buffer, and the next capture works on new ones."""
     table = packed_table()
     made = captured(table, token_budgets=(8, 16), packing="greedy")
-    kept = [weakref.ref(graph.inputs.state.buffers.block) for graph in made._set.graphs.values()]
-    kept += [weakref.ref(b.tensor) for b in next(iter(made._set.graphs.values())).inputs.state.buffers.shared.buffers.values()]
+    graphs = list(made._captured.set.graphs.values())
+    kept = [weakref.ref(graph.inputs.state.buffers.block) for graph in graphs]
+    kept += [weakref.ref(b.tensor) for b in graphs[0].inputs.state.buffers.shared.buffers.values()]
+    del graphs
     made.execute(MIXED)
     made.clear()
     gc.collect()
@@ -598,7 +600,7 @@ def test_paths_without_boundaries_have_no_tight_graphs() -> None:
     """On such a path one graph serves any number of items, also where another path has the axis."""
     table = twin_table()
     made = captured(table, token_budgets=(16,), packing="greedy")
-    found = {(key.path, key.token_budget, key.axis_keys) for key in made._set.graphs}
+    found = {(key.path, key.token_budget, key.axis_keys) for key in made._captured.set.graphs}
     assert {axes for path, _, axes in found if path == "coarse"} == {(0,)}
     assert {axes for path, _, axes in found if path == "fine"} == {(1,), (3,), (0,)}
     for keys in ([TWINS[0]], TWINS[:3], TWINS):
@@ -619,7 +621,7 @@ def test_small_limits_still_replay(options: dict[str, Any], graphs: list[Any], i
     """Where a batch may have no more items than a tight graph has room for, that graph is captured and used."""
     table = packed_table()
     made = captured(table, token_budgets=(16,), packing="greedy", **options)
-    assert [key.axis_keys for key in made._set.graphs] == graphs
+    assert [key.axis_keys for key in made._captured.set.graphs] == graphs
     request = packed_request([(1, 2, 4)] * items)
     assert largest_difference(made.execute(request), packed_reference(table, request)) < 1e-5
     assert made.snapshot()["graph_hits"] == items
@@ -629,7 +631,7 @@ def test_budgets_below_one_tile_are_not_captured() -> None:
     """A graph without a single row serves nobody; what is too large for it runs eagerly."""
     table = tiled_table()
     made = captured(table, token_budgets=(4,), packing="greedy")
-    assert [(key.path, key.token_budget) for key in made._set.graphs] == [("local", 4)]
+    assert [(key.path, key.token_budget) for key in made._captured.set.graphs] == [("local", 4)]
     assert made.snapshot()["not_captured"] == [], "it was not even tried"
     request = tiled_request([(1, 1), (0, 0)])
     assert largest_difference(made.execute(request), tiled_reference(table, request)) < 1e-5

@@ -184,7 +184,7 @@ def test_nothing_of_a_trial_is_kept(packing: str, monkeypatch: pytest.MonkeyPatc
     made = captured(Example(segment_capacities=()), token_budgets=(8, 64), packing=packing, max_items_per_batch=2)
     assert shapes[:5] == [(rows, toys.CHANNELS) for rows in (32, 64, 32, 8, 8)]
     assert (len(shapes) == 5) == (packing == "greedy")
-    assert all(not graph.inputs.state.trial for graph in made._set.graphs.values())
+    assert all(not graph.inputs.state.trial for graph in made._captured.set.graphs.values())
 
 
 @pytest.mark.parametrize("fails", ["in the trial", "with garbage", "alone"])
@@ -446,7 +446,7 @@ def test_a_budget_that_is_no_whole_tile_gives_whole_tiles() -> None:
     """The tokens that are expected are those of the rows: 13 tokens are 2 thumbnails of 6 and 3 tiles of 4."""
     table = toys.tiled_table()
     made = captured(table, token_budgets=(13,), path_token_budgets={"local": (13,)}, packing="greedy")
-    tokens = {key.path: graph.inputs.output_tokens for key, graph in made._set.graphs.items()}
+    tokens = {key.path: graph.inputs.output_tokens for key, graph in made._captured.set.graphs.items()}
     assert tokens == {"global": 12, "local": 12}
 
 

@@ -11,43 +11,32 @@ import torch
 
 from vit_compile.backend.proof import bits_equal, difference_over_tolerance
 from vit_compile.errors import ProtocolError
+from vit_compile.runtime.captured import NOT_CAPTURED, CapturedEncoder
 from vit_compile.runtime.generic_buffers import GenericBuffers
-from vit_compile.runtime.graph_config import EncoderCudaGraphConfig
-from vit_compile.runtime.graphs import EncoderGraph, GraphKey, GraphSet
+from vit_compile.runtime.graphs import EncoderGraph, GraphKey
 from vit_compile.runtime.item_spec import EncoderItemSpec
 from vit_compile.runtime.planner import PlannedBatch
-from vit_compile.runtime.protocol import SupportsDirectFill, SupportsEncoderCudaGraph
+from vit_compile.runtime.protocol import SupportsDirectFill
 from vit_compile.runtime.statistics import EncoderStatistics
-from vit_compile.runtime.weights import WeightWatch
 from vit_compile.stats import Skip, counters, logger, report_skip, skip_error
 
 _FIRST_USE = {torch.float32: 10.0}
 """Tolerances of the backend's proof, which compares like with like, times this: here a compiled run stands beside an eager one
 (TF32 in eager convolutions, other orders of summation)."""
 _MAX_FAILED_COMPARISONS = 3
-NOT_CAPTURED = Skip("not-captured", "capture() did not run since the manager was made or cleared")
 
 
 class BatchRunner:
     """Runs batches on one set of graphs. Every method runs under the manager's lock."""
 
-    def __init__(
-        self,
-        model: SupportsEncoderCudaGraph,
-        declaration: EncoderCudaGraphConfig,
-        graphs: GraphSet,
-        statistics: EncoderStatistics,
-        *,
-        strict: bool,
-    ) -> None:
-        self._model, self._declaration, self._graphs = model, declaration, graphs
-        self._statistics, self._strict = statistics, strict
-        self._direct = model if isinstance(model, SupportsDirectFill) else None
-        self._paths = tuple(declaration.paths)
+    def __init__(self, captured: CapturedEncoder, statistics: EncoderStatistics) -> None:
+        self._captured, self._graphs = captured, captured.set
+        self._model, self._declaration = captured.model, captured.declaration
+        self._statistics, self._strict = statistics, captured.config.strict
+        self._direct = captured.model if isinstance(captured.model, SupportsDirectFill) else None
+        self._paths = tuple(captured.declaration.paths)
         self.refused = False
         """A graph was taken out of the set: plans have to be made anew."""
-        self.watch: WeightWatch | None = None
-        """Of the graphs' weights: it has to know when the model's own code runs."""
         self._uncounted: list[Callable[[], None]] = []
 
     def run(
@@ -115,8 +104,9 @@ class BatchRunner:
         return self._together(outputs, members, request, selected, indices)
 
     def _model_code(self) -> AbstractContextManager[Any]:
-        """Around what runs the model's own code."""
-        return nullcontext() if self.watch is None else self.watch.running()
+        """Around what runs the model's own code, of which the watch has to know."""
+        watch = self._captured.watch
+        return nullcontext() if watch is None else watch.running()
 
     def only_replays(self, plan: Sequence[PlannedBatch]) -> bool:
         """Is every batch of a plan a replay of graphs that have nothing to show any more?"""

@@ -38,7 +38,10 @@ class _Managed:
         """See `Observed`."""
         earlier = {_key(graph): graph["replays"] for graph in before["graphs"]}
         # Graphs are held by key; the snapshot, which is public, knows how often each was replayed.
-        held = {(key.path, key.token_budget, tuple(map(str, key.axis_keys))): g for key, g in self.manager._set.graphs.items()}
+        held = {
+            (key.path, key.token_budget, tuple(map(str, key.axis_keys))): g
+            for key, g in self.manager._captured.set.graphs.items()
+        }
         host = wall = 0.0
         for graph in after["graphs"]:
             replays = graph["replays"] - earlier.get(_key(graph), 0)
