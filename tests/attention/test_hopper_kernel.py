@@ -25,7 +25,7 @@ def compiled(dim: int, dtype: str) -> Any:
     for name in ("k_tiles", "v_tiles"):
         for part, width in ((1, first), (2, second)):
             if width:
-                layout = varlen_gluon._tile_layout(width, 3)
+                layout = varlen_gluon.tile_layout(width, 3)
                 types[f"{name}_{part}"] = f"tensordesc<{dtype}[1, {varlen_gluon.KEYS.value}, {width}],{layout!r}>"
             else:
                 constants[f"{name}_{part}"] = None

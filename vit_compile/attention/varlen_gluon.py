@@ -44,14 +44,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
+from vit_compile.attention.gluon_pieces import (
+    CONSUMERS,
+    KEYS,
+    Q_ROWS,
+    ROWS,
+    clear_half,
+    finished,
+    load_q,
+    masked,
+    own_block,
+    product_layout,
+    shrunk,
+    softmax,
+    store,
+    store_zeros,
+    sums,
+    tile_layout,
+    weighed,
+)
 from vit_compile.attention.triton_kernel import LOG2_E, VECTOR, programs_for, tiles_of
 
-CONSUMERS = gl.constexpr(2)
-ROWS = gl.constexpr(64)
-"""Rows of q of one consumer: the height of a product of one warpgroup."""
-Q_ROWS = gl.constexpr(128)
-"""Rows of q of a program."""
-KEYS = gl.constexpr(128)
 STAGES = gl.constexpr(2)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 """Of a thread: what the producer does not need goes to the consumers."""
@@ -73,31 +86,6 @@ class Ring(NamedTuple):
 
 
 @gluon.constexpr_function  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _row_layout(width: int) -> Any:
-    """16 bytes a thread, whole rows of so many columns, four warps."""
-    per_row = width // VECTOR
-    return gl.BlockedLayout([1, VECTOR], [32 // per_row, per_row], [4, 1], [1, 0])
-
-
-@gluon.constexpr_function  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _tile_layout(width: int, rank: int) -> Any:
-    """Rows of so many 16-bit elements as the tensor cores read them: the widest swizzle that fits."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(2 * width, 128), element_bitwidth=16, rank=rank)
-
-
-@gluon.constexpr_function  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _product_layout(columns: int) -> Any:
-    """A result [ROWS,columns] of one warpgroup."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-
-
-@gluon.constexpr_function  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _slots_layout(slots: int) -> Any:
-    """Few slots: all of them in each warp, so that warps do not exchange sums. Many: spread, neighbours to neighbours."""
-    return gl.BlockedLayout([slots // 32 if 32 <= slots <= 64 else 1], [32], [4], [0])
-
-
-@gluon.constexpr_function  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _barrier_code(action: str, number: int, threads: int) -> str:
     """Assembly without an operand, and with the result that the language wants of it."""
     return f"{{ bar.{action} {number}, {threads}; mov.b32 $0, 0; }}"
@@ -111,85 +99,9 @@ def _named_barrier(ACTION: gl.constexpr, NUMBER: gl.constexpr):  # type: ignore[
 
 
 @gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _exp2(x):  # type: ignore[no-untyped-def]
-    """2 to the power of x. Results below the normal numbers become zero: anything else takes two more instructions."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _sum_of(a, b):  # type: ignore[no-untyped-def]
-    return a + b
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _own_block(cu_seqlens, segments, SLOTS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """First row of this program's block, end of its segment, start of its segment: as in `varlen_triton`."""
-    slot = gl.arange(0, SLOTS, _slots_layout(SLOTS))
-    inside = slot < segments
-    starts = gl.load(cu_seqlens + slot, mask=inside, other=0)
-    ends = gl.load(cu_seqlens + slot + 1, mask=inside, other=0)
-    blocks = (ends - starts + Q_ROWS - 1) // Q_ROWS
-    upto = gl.associative_scan(blocks, 0, _sum_of)
-    program = gl.program_id(0)
-    mine = (program < upto) & (program >= upto - blocks)
-    start = gl.sum(gl.where(mine, starts, 0), axis=0)
-    end = gl.sum(gl.where(mine, ends, 0), axis=0)
-    before = gl.sum(gl.where(mine, upto - blocks, 0), axis=0)
-    last = gl.max(ends, axis=0)
-    used = gl.sum(blocks, axis=0)
-    first = gl.where(program < used, start + (program - before) * Q_ROWS, last + (program - used) * Q_ROWS)
-    return first, end, start
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _rows_at(  # type: ignore[no-untyped-def]
-    pointer, stride, left, FIRST: gl.constexpr, COUNT: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.constexpr,
-    DIM: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Pointers [COUNT,WIDTH] from row FIRST and column COLUMN on, and whether there are that row, of `left`, and that column."""
-    row = FIRST + gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT))
-    column = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    return pointer + row[:, None] * stride + column[None, :], (row < left)[:, None] & (column < DIM)[None, :]
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _store_zeros(out, out_row, left, COLUMN: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Zeros for as many of the program's rows as are `left`."""
-    LAYOUT: gl.constexpr = _row_layout(WIDTH)
-    at, there = _rows_at(out, out_row, left, 0, Q_ROWS, COLUMN, WIDTH, DIM, LAYOUT)
-    gl.store(at, gl.zeros([Q_ROWS, WIDTH], out.dtype.element_ty, LAYOUT), mask=there)
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _load_q(  # type: ignore[no-untyped-def]
-    q, q_row, left, WHO: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr
-):  # fmt: skip
-    """This consumer's rows of q, as an operand in registers."""
-    at, there = _rows_at(q, q_row, left, WHO * ROWS, ROWS, COLUMN, WIDTH, DIM, _row_layout(WIDTH))
-    return gl.convert_layout(gl.load(at, mask=there, other=0.0), gl.DotOperandLayout(0, _product_layout(KEYS), 2))
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _store(  # type: ignore[no-untyped-def]
-    out, out_row, left, acc, total, WHO: gl.constexpr, COLUMN: gl.constexpr, DIM: gl.constexpr
-):  # fmt: skip
-    """One part of the result, from where it was computed: four bytes a thread, which takes no more room or barriers."""
-    LAYOUT: gl.constexpr = acc.type.layout
-    at, there = _rows_at(out, out_row, left, WHO * ROWS, ROWS, COLUMN, acc.shape[1], DIM, LAYOUT)
-    acc = _scaled(acc, 1.0 / total)
-    gl.store(at, acc.to(out.dtype.element_ty), mask=there)
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _scaled(acc, factor):  # type: ignore[no-untyped-def]
-    """Every row of acc times its factor, [ROWS] in the layout of another product: the same threads, so that nothing moves."""
-    return acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _scores(q_1, q_2, ring, place, D_2: gl.constexpr):  # type: ignore[no-untyped-def]
     """Starts on the scores [ROWS,KEYS] of one block of keys."""
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, _product_layout(KEYS))
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, product_layout(KEYS))
     score = warpgroup_mma(q_1, ring.k_1.index(place).permute((1, 0)), zeros, use_acc=False, is_async=True)
     if D_2 > 0:
         score = warpgroup_mma(q_2, ring.k_2.index(place).permute((1, 0)), score, is_async=True)
@@ -197,82 +109,21 @@ def _scores(q_1, q_2, ring, place, D_2: gl.constexpr):  # type: ignore[no-untype
 
 
 @gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _weighed(weight, values, acc):  # type: ignore[no-untyped-def]
-    """Starts to add the weighed values to one part of the result."""
-    operand = gl.convert_layout(weight, gl.DotOperandLayout(0, acc.type.layout, 2))
-    return warpgroup_mma(operand, values, acc, is_async=True)
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _add_values(weight, ring, place, acc_1, acc_2, D_2: gl.constexpr):  # type: ignore[no-untyped-def]
     """Starts to add the weighed values of one block to both parts of the result."""
-    acc_1 = _weighed(weight, ring.v_1.index(place), acc_1)
+    acc_1 = weighed(weight, ring.v_1.index(place), acc_1)
     if D_2 > 0:
-        acc_2 = _weighed(weight, ring.v_2.index(place), acc_2)
+        acc_2 = weighed(weight, ring.v_2.index(place), acc_2)
     return acc_1, acc_2
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _finished(acc_1, acc_2, D_2: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Waits for all products that were started."""
-    if D_2 > 0:
-        acc_1, acc_2 = warpgroup_mma_wait(0, deps=(acc_1, acc_2))
-    else:
-        acc_1 = warpgroup_mma_wait(0, deps=(acc_1,))
-    return acc_1, acc_2
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _shrunk(acc_1, acc_2, shrink, D_2: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Both parts of the result, of which every row is scaled down to a new maximum."""
-    acc_1 = _scaled(acc_1, shrink)
-    if D_2 > 0:
-        acc_2 = _scaled(acc_2, shrink)
-    return acc_1, acc_2
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _sums(weight):  # type: ignore[no-untyped-def]
-    """Sums of each thread alone, [ROWS,4] for the four threads of a row: these are summed once, at the end."""
-    return gl.sum(gl.sum(gl.reshape(weight, [ROWS, KEYS // 8, 4, 2]), axis=3), axis=1)
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _softmax(score, top, total, scale, DTYPE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """One block of the online softmax in base 2: weights, factor on what was summed before, new maxima and sums."""
-    new_top = gl.maximum(top, gl.max(score, axis=1) * scale)
-    shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # a block in which every score is -inf
-    shrink = _exp2(top - shift)
-    weight = _exp2(score * scale - shift[:, None])
-    total = _scaled(total, shrink) + _sums(weight)
-    return weight.to(DTYPE), shrink, new_top, total
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _masked(score, keys):  # type: ignore[no-untyped-def]
-    """-inf from key number `keys` on."""
-    LAYOUT: gl.constexpr = score.type.layout
-    real = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT)) < keys
-    return gl.where(real[None, :], score, float("-inf"))
-
-
-@gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _clear_half(values, keys, WHO: gl.constexpr):  # type: ignore[no-untyped-def]
-    """This consumer's half of a block of values [KEYS,width] becomes zero from row `keys` on: zero times NaN is NaN."""
-    COUNT: gl.constexpr = KEYS // CONSUMERS
-    LAYOUT: gl.constexpr = _row_layout(values.shape[1])
-    half = values.slice(WHO * COUNT, COUNT)
-    real = WHO * COUNT + gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT)) < keys
-    half.store(gl.where(real[:, None], half.load(LAYOUT), 0.0))
 
 
 @gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _clear_values(ring, keys, WHO: gl.constexpr, D_2: gl.constexpr):  # type: ignore[no-untyped-def]
     """Block 0 of the values becomes zero from row `keys` on, half of it by each consumer, before either multiplies with it."""
     mbarrier.wait(ring.v_full.index(0), 0)
-    _clear_half(ring.v_1.index(0), keys, WHO)
+    clear_half(ring.v_1.index(0), keys, WHO)
     if D_2 > 0:
-        _clear_half(ring.v_2.index(0), keys, WHO)
+        clear_half(ring.v_2.index(0), keys, WHO)
     fence_async_shared()  # tensor cores read through another proxy than threads write through
     _named_barrier("sync", VALUES_CLEARED)
 
@@ -343,7 +194,7 @@ def _other_blocks(  # type: ignore[no-untyped-def]
     for block in range(1, blocks):
         place, parity = _place(block)
         before, before_parity = _place(block - 1)
-        acc_1, acc_2 = _shrunk(acc_1, acc_2, shrink, D_2)
+        acc_1, acc_2 = shrunk(acc_1, acc_2, shrink, D_2)
         mbarrier.wait(ring.v_full.index(before), before_parity)
         _take_turn(WHO)
         sum_1, sum_2 = _add_values(weight, ring, before, acc_1, acc_2, D_2)
@@ -351,11 +202,11 @@ def _other_blocks(  # type: ignore[no-untyped-def]
         score = _scores(q_1, q_2, ring, place, D_2)
         _give_turn(block + 1 < blocks, WHO)
         score = warpgroup_mma_wait(0, deps=(score,))
-        acc_1, acc_2 = _finished(sum_1, sum_2, D_2)
+        acc_1, acc_2 = finished(sum_1, sum_2, D_2)
         mbarrier.arrive(ring.v_free.index(before))
         mbarrier.arrive(ring.k_free.index(place))
-        weight, shrink, top, total = _softmax(score, top, total, scale, DTYPE)
-    acc_1, acc_2 = _shrunk(acc_1, acc_2, shrink, D_2)
+        weight, shrink, top, total = softmax(score, top, total, scale, DTYPE)
+    acc_1, acc_2 = shrunk(acc_1, acc_2, shrink, D_2)
     return acc_1, acc_2, weight, total
 
 
@@ -369,21 +220,21 @@ def _consume(  # type: ignore[no-untyped-def]
     The program has `left` rows, and the first block, the last one of the segment, has `last_keys` keys.
     """
     DTYPE: gl.constexpr = out.dtype.element_ty
-    q_1 = _load_q(q, q_row, left, WHO, 0, D_1, DIM)
+    q_1 = load_q(q, q_row, left, WHO, 0, D_1, DIM)
     q_2 = q_1
-    acc_1 = gl.zeros([ROWS, D_1], gl.float32, _product_layout(D_1))
+    acc_1 = gl.zeros([ROWS, D_1], gl.float32, product_layout(D_1))
     acc_2 = acc_1
     if D_2 > 0:
-        q_2 = _load_q(q, q_row, left, WHO, D_1, D_2, DIM)
-        acc_2 = gl.zeros([ROWS, D_2], gl.float32, _product_layout(D_2))
-    top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _product_layout(KEYS)))
+        q_2 = load_q(q, q_row, left, WHO, D_1, D_2, DIM)
+        acc_2 = gl.zeros([ROWS, D_2], gl.float32, product_layout(D_2))
+    top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, product_layout(KEYS)))
 
     mbarrier.wait(ring.k_full.index(0), 0)
     score = warpgroup_mma_wait(0, deps=(_scores(q_1, q_2, ring, 0, D_2),))
     mbarrier.arrive(ring.k_free.index(0))
     if last_keys < KEYS:
-        score = _masked(score, last_keys)
-    weight, shrink, top, total = _softmax(score, top, gl.zeros_like(_sums(score)), scale, DTYPE)
+        score = masked(score, last_keys)
+    weight, shrink, top, total = softmax(score, top, gl.zeros_like(sums(score)), scale, DTYPE)
     if last_keys < KEYS:
         _clear_values(ring, last_keys, WHO, D_2)
 
@@ -393,16 +244,16 @@ def _consume(  # type: ignore[no-untyped-def]
     place, parity = _place(blocks - 1)
     mbarrier.wait(ring.v_full.index(place), parity)
     acc_1, acc_2 = _add_values(weight, ring, place, acc_1, acc_2, D_2)
-    acc_1, acc_2 = _finished(acc_1, acc_2, D_2)
+    acc_1, acc_2 = finished(acc_1, acc_2, D_2)
     total = gl.convert_layout(gl.sum(total, axis=1), gl.SliceLayout(1, acc_1.type.layout))
-    _store(out, out_row, left, acc_1, total, WHO, 0, DIM)
+    store(out, out_row, left, acc_1, total, WHO, 0, DIM)
     if D_2 > 0:
-        _store(out, out_row, left, acc_2, total, WHO, D_1, DIM)
+        store(out, out_row, left, acc_2, total, WHO, D_1, DIM)
 
 
 @gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _blocks_in_ring(dtype: gl.constexpr, WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
-    return gl.allocate_shared_memory(dtype, [STAGES, KEYS, WIDTH], _tile_layout(WIDTH, 2))
+    return gl.allocate_shared_memory(dtype, [STAGES, KEYS, WIDTH], tile_layout(WIDTH, 2))
 
 
 @gluon.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
@@ -428,13 +279,13 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     head = gl.program_id(1)
     q_row, q_head = q_row * VECTOR, q_head * VECTOR
     out_row = heads * DIM
-    first, end, start = _own_block(cu_seqlens, segments, SLOTS)
+    first, end, start = own_block(cu_seqlens, segments, SLOTS)
     q += first.to(gl.int64) * q_row + head.to(gl.int64) * q_head
     out += first.to(gl.int64) * out_row + head * DIM
     if start == end:
-        _store_zeros(out, out_row, rows - first, 0, D_1, DIM)
+        store_zeros(out, out_row, rows - first, 0, D_1, DIM)
         if D_2 > 0:
-            _store_zeros(out, out_row, rows - first, D_1, D_2, DIM)
+            store_zeros(out, out_row, rows - first, D_1, D_2, DIM)
         return
     blocks = (end - start + KEYS - 1) // KEYS
     last_row = start + (blocks - 1) * KEYS
@@ -463,7 +314,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
 
 
 def _descriptor(x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(x, shape, strides, block, _tile_layout(block[-1], rank=3))
+    return TensorDescriptor(x, shape, strides, block, tile_layout(block[-1], rank=3))
 
 
 def attention(
