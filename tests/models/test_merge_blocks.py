@@ -24,13 +24,14 @@ def drawn(merge: int) -> Grids:
 
 @pytest.mark.parametrize("merge", [1, 2, 3])
 @pytest.mark.parametrize("values", [1, 3])
-def test_outer_is_raster_order_picked_by_merge_order(values: int, merge: int) -> None:
+def test_combined_is_raster_order_picked_by_merge_order(values: int, merge: int) -> None:
     """Combined in raster order and then sorted by `merge_order`, patches have the same values."""
     for t, h, w in drawn(merge):
         rows, columns = torch.randn(h, values), torch.randn(w, values)
         raster = (rows[:, None] * columns[None]).view(h * w, values).repeat(t, 1)
         want = raster[merge_blocks.merge_order(h, w, merge, t)]
-        assert torch.equal(merge_blocks.outer(torch.mul, rows, columns, frames=t, merge=merge), want)
+        arranged = merge_blocks.as_rows(rows, merge), merge_blocks.as_columns(columns, merge)
+        assert torch.equal(merge_blocks.combined(torch.mul, *arranged, values=values, frames=t), want)
 
 
 @pytest.mark.parametrize("merge", [1, 2, 3])

@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 
-from vit_compile.models.merge_blocks import Grid, agreed, outer
+from vit_compile.models.merge_blocks import Grid, agreed, as_columns, as_rows, combined, kept
 
 _AXIS = "_interpolation_axis_taps_weights"
 _SAMPLES = ((1, 2, 3), (2, 5, 1), (1, 1, 40))
 """Grids, in merge blocks, on which the quick way is compared: thin ones, a clip, axes longer and shorter than the table's."""
-_KEPT_AXES = 1024
-_axes: dict[Any, Any] = {}
 
 
 def indices_and_weights(
@@ -57,33 +55,37 @@ def _by_axis(
     vision_utils: Any, grid: Grid, side: int, mode: str, align_corners: bool, merge: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     t, h, w = grid
-    row_taps, row_weights = _axis(vision_utils, h, side, mode, align_corners)
-    column_taps, column_weights = _axis(vision_utils, w, side, mode, align_corners)
+    how = (vision_utils, side, mode, align_corners, merge)
+    row_indices, row_weights, _, _ = _axis(h, *how)
+    _, _, column_indices, column_weights = _axis(w, *how)
+    values = row_indices.shape[-1] // merge**2
     return (
-        outer(torch.add, _pairs(row_taps, 2) * side, _pairs(column_taps, 1), frames=t, merge=merge),
-        outer(torch.mul, _pairs(row_weights, 2), _pairs(column_weights, 1), frames=t, merge=merge),
+        combined(torch.add, row_indices, column_indices, values=values, frames=t),
+        combined(torch.mul, row_weights, column_weights, values=values, frames=t),
     )
+
+
+def _axis(size: int, vision_utils: Any, side: int, mode: str, align_corners: bool, merge: int) -> tuple[torch.Tensor, ...]:
+    """Indices and weights of an axis of so many patches as rows, and as columns: int64 and float32, K*K values of a patch."""
+
+    def make() -> tuple[torch.Tensor, ...]:
+        axis, device = getattr(vision_utils, _AXIS), torch.device("cpu")
+        index, of = torch.arange(size, device=device), torch.tensor(size, device=device)
+        taps, weights = axis(index, of, side, mode, align_corners)
+        return (
+            as_rows(_pairs(taps, 2) * side, merge),
+            as_rows(_pairs(weights, 2), merge),
+            as_columns(_pairs(taps, 1), merge),
+            as_columns(_pairs(weights, 1), merge),
+        )
+
+    return kept((vision_utils, size, side, mode, align_corners, merge), make)
 
 
 def _pairs(axis: torch.Tensor, dim: int) -> torch.Tensor:
     """[size,K*K] from [size,K]: each tap with each of the other axis, which runs along `dim` of [size,K,K]."""
     size, taps = axis.shape
     return axis.unsqueeze(dim).expand(size, taps, taps).reshape(size, taps * taps)
-
-
-def _axis(vision_utils: Any, size: int, side: int, mode: str, align_corners: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Taps int64 [size,K] and weights float32 [size,K] of an axis. Not to be written to."""
-    key = (vision_utils, size, side, mode, align_corners)
-    found = _axes.get(key)
-    if found is None:
-        with torch.inference_mode(False), torch.no_grad():
-            axis, device = getattr(vision_utils, _AXIS), torch.device("cpu")
-            index, of = torch.arange(size, device=device), torch.tensor(size, device=device)
-            found = tuple(axis(index, of, side, mode, align_corners))
-        # Under a mode of the caller's they may be something else: that is for this call alone.
-        if len(_axes) < _KEPT_AXES and all(type(part) is torch.Tensor and part.is_cpu for part in found):
-            _axes[key] = found
-    return found
 
 
 def agrees(vision_utils: Any, side: int, mode: str, align_corners: bool, merge: int) -> bool:

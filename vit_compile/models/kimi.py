@@ -25,6 +25,7 @@ from vit_compile.models.binding import (
     original,
     undone_on_failure,
 )
+from vit_compile.models.boundaries import cu_seqlens
 from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.models.interpolation import indices_and_weights
 from vit_compile.models.merge_blocks import merge_order, position_ids
@@ -52,6 +53,8 @@ class KimiK25Table(MoonVitTable):
         ModelError: it is no tower of this kind.
         GridError (from requests): also for clips with more frames than the tower has positions for.
     """
+
+    new_metadata = True
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class KimiK25Table(MoonVitTable):
             "interp_indices": indices,
             "interp_weights": weights,
             "frame_index": get_vision_frame_index(grid),
-            "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid, merge_temporal=True),
+            "cu_seqlens": cu_seqlens(vision_utils, [key], merge_temporal=True),
             "merge_index": merge_order(h, w, self.merge, t),
             "frame_offsets": offsets,
             "frame_weights": shares,

@@ -28,28 +28,55 @@ def merge_order(height: int, width: int, merge: int, frames: int = 1) -> torch.T
     return patches.transpose(2, 3).flatten()
 
 
-def outer(
+def as_rows(rows: torch.Tensor, merge: int) -> torch.Tensor:
+    """Values of rows [h,P], h a multiple of `merge`, as [h/m,1,m*m*P]: those of every patch of a block."""
+    values = rows.shape[1]
+    blocks = rows.view(-1, 1, merge, 1, values).expand(-1, -1, -1, merge, -1)
+    return blocks.reshape(-1, 1, merge * merge * values)
+
+
+def as_columns(columns: torch.Tensor, merge: int) -> torch.Tensor:
+    """Values of columns [w,P], w a multiple of `merge`, as [1,w/m,m*m*P]."""
+    values = columns.shape[1]
+    blocks = columns.view(1, -1, 1, merge, values).expand(-1, -1, merge, -1, -1)
+    return blocks.reshape(1, -1, merge * merge * values)
+
+
+def combined(
     combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     rows: torch.Tensor,
     columns: torch.Tensor,
     *,
+    values: int,
     frames: int,
-    merge: int,
 ) -> torch.Tensor:
-    """[T,P], of which each patch's values are combined from those of its row [h,P] and its column [w,P].
+    """[T,P], of which each patch's values are combined from those of its row and its column.
 
     Args:
         combine: an elementwise function that broadcasts.
-        rows, columns: h and w multiples of `merge`.
+        rows, columns: see `as_rows`, `as_columns`; with m = 1 patches keep raster order.
+        values: P.
         frames: each has the same values; T is frames * h * w.
-        merge: 1 keeps raster order.
     """
-    (h, values), w = rows.shape, columns.shape[0]
-    block = (merge, merge, values)
-    of_rows = rows.view(h // merge, 1, merge, 1, values).expand(-1, -1, *block).reshape(h // merge, 1, -1)
-    of_columns = columns.view(1, w // merge, 1, merge, values).expand(-1, -1, *block).reshape(1, w // merge, -1)
-    combined = combine(of_rows, of_columns).view(h * w, values)
-    return combined if frames == 1 else combined.repeat(frames, 1)
+    one = combine(rows, columns).view(-1, values)
+    return one if frames == 1 else one.repeat(frames, 1)
+
+
+_axes: dict[Hashable, tuple[torch.Tensor, ...]] = {}
+_KEPT_AXES = 512
+"""Of one size each. Sides of images repeat, where whole sizes do not."""
+
+
+def kept(key: Hashable, make: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """What is made for one size of an axis, on the CPU, remembered under `key`. Not to be written to."""
+    found = _axes.get(key)
+    if found is None:
+        with torch.inference_mode(False), torch.no_grad():
+            found = make()
+        # Under a mode of the caller's they may be something else: that is for this call alone.
+        if len(_axes) < _KEPT_AXES and all(type(part) is torch.Tensor and part.is_cpu for part in found):
+            _axes[key] = found
+    return found
 
 
 def position_ids(vision_utils: Any, grids: Sequence[Grid], merge: int) -> torch.Tensor:
@@ -66,12 +93,20 @@ def _public(vision_utils: Any, grids: Sequence[Grid], merge: int) -> torch.Tenso
 
 
 def _quick(grids: Sequence[Grid], merge: int) -> torch.Tensor:
-    made = []
-    for t, h, w in grids:
-        rows, columns = torch.zeros(2, max(h, w), 2, dtype=torch.int64, device="cpu").unbind()
-        rows[:h, 0], columns[:w, 1] = torch.arange(h, device="cpu"), torch.arange(w, device="cpu")
-        made.append(outer(torch.add, rows[:h], columns[:w], frames=t, merge=merge))
+    made = [combined(torch.add, _numbers(h, merge)[0], _numbers(w, merge)[1], values=2, frames=t) for t, h, w in grids]
     return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _numbers(size: int, merge: int) -> tuple[torch.Tensor, ...]:
+    """(number of the row, 0) as rows, and (0, number of the column) as columns, of so many each."""
+
+    def make() -> tuple[torch.Tensor, ...]:
+        numbers = torch.arange(size, device="cpu")
+        zeros = torch.zeros_like(numbers)
+        rows, columns = torch.stack((numbers, zeros), 1), torch.stack((zeros, numbers), 1)
+        return as_rows(rows, merge), as_columns(columns, merge)
+
+    return kept((size, merge), make)
 
 
 _agreed: dict[Any, bool] = {}

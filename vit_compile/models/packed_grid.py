@@ -44,6 +44,8 @@ class PackedGridTable(EncoderTable):
         ModelError: the tower is not of this kind.
     """
 
+    new_metadata = True
+
     def __init__(
         self,
         tower: nn.Module,

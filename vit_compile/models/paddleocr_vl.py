@@ -28,6 +28,7 @@ from vit_compile.models.binding import (
     original,
     undone_on_failure,
 )
+from vit_compile.models.boundaries import cu_seqlens
 from vit_compile.models.hf_attention import AttentionSwitch
 from vit_compile.models.interpolation import indices_and_weights
 from vit_compile.models.merge_blocks import merge_order, position_ids
@@ -56,6 +57,8 @@ class PaddleOCRTable(EncoderTable):
     Raises:
         ModelError: the tower is not of this kind.
     """
+
+    new_metadata = True
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class PaddleOCRTable(EncoderTable):
     def _tower_metadata(self, key: tuple[int, int, int]) -> dict[str, torch.Tensor]:
         from transformers import vision_utils
 
-        grid, embeddings = torch.tensor([key]), self._embeddings
+        embeddings = self._embeddings
         indices, weights = indices_and_weights(
             vision_utils,
             key,
@@ -149,7 +152,7 @@ class PaddleOCRTable(EncoderTable):
             "position_ids": position_ids(vision_utils, [key], 1),
             "interp_indices": indices,
             "interp_weights": weights,
-            "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
+            "cu_seqlens": cu_seqlens(vision_utils, [key]),
         }
 
     def forward(self, path: str, values: Mapping[str, Any]) -> torch.Tensor:

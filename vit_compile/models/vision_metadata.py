@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vit_compile.errors import GridError, MissingDependencyError, ModelError
+from vit_compile.models.boundaries import cu_seqlens
 from vit_compile.models.interpolation import indices_and_weights
 from vit_compile.models.merge_blocks import Grid, position_ids
 
@@ -57,10 +58,9 @@ def vision_metadata(
     if not isinstance(merge, int):
         raise ModelError(f"{type(tower).__name__} has no config.spatial_merge_size: it is not a packed tower with grids.")
     checked = check_grids(grids, merge)
-    grid = torch.tensor(checked, device="cpu")
     tensors: dict[str, torch.Tensor] = {
         "position_ids": position_ids(vision_utils, checked, merge),
-        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
+        "cu_seqlens": cu_seqlens(vision_utils, checked),
     }
     others: dict[str, int | None] = {"max_seqlen": max(h * w for _, h, w in checked)}
     side: Any = getattr(tower, "num_grid_per_side", None)
@@ -71,12 +71,13 @@ def vision_metadata(
             indices_and_weights(vision_utils, one, side=side, mode=mode, align_corners=align_corners, merge=merge)
             for one in checked
         ]
-        tensors["interp_indices"], tensors["interp_weights"] = (torch.cat(parts) for parts in zip(*made, strict=True))
+        joined = made[0] if len(made) == 1 else [torch.cat(parts) for parts in zip(*made, strict=True)]
+        tensors["interp_indices"], tensors["interp_weights"] = joined
     window_pixels: Any = getattr(tower, "window_size", None)
     if window_pixels:
         patch_pixels: Any = tower.patch_size
         tensors["window_index"], tensors["cu_window_seqlens"] = vision_utils.get_vision_window_index(
-            grid, merge, window_pixels, patch_pixels
+            torch.tensor(checked, device="cpu"), merge, window_pixels, patch_pixels
         )
         others["max_window_seqlen"] = (window_pixels // merge // patch_pixels * merge) ** 2
     if hasattr(getattr(tower, "embeddings", None), "interpolated_method"):
@@ -84,7 +85,7 @@ def vision_metadata(
         tensors["grid_thw"] = torch.tensor([(1, h, w) for t, h, w in checked for _ in range(t)], device="cpu")
     else:
         others["grid_thw"] = None
-    return {name: tensor.to(device) for name, tensor in tensors.items()} | others
+    return (tensors if device is None else {name: tensor.to(device) for name, tensor in tensors.items()}) | others
 
 
 def check_grids(grids: Sequence[Sequence[int]], merge: int) -> list[Grid]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -156,6 +156,9 @@ class EncoderTable:
 
     refusal: str | None = None
     """See `EncoderCudaGraphConfig`."""
+
+    new_metadata: ClassVar[bool] = False
+    """True: `item_metadata` makes tensors that nobody else holds or writes to, so that no copies of them are kept."""
 
     def prepare_request(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """A request as `modalities` describe it, from what the model's processor makes, where those differ (padded images for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
@@ -66,7 +67,8 @@ class MetadataCache:
                     f"metadata {name!r} is {given[name].dtype} and its buffer {kept_as}, which loses precision: declare the "
                     "buffer with a dtype, or cast the metadata."
                 )
-            found[name] = given[name].clone()  # what the adapter does with its own later is its own affair
+            # What an adapter does later with its own is its own affair.
+            found[name] = given[name] if self._table.new_metadata else given[name].clone()
         return found
 
 
@@ -130,11 +132,12 @@ def _check_metadata(name: str, buffer: Buffer, value: Any, rows: int, frames: in
             f"metadata {name!r} is {found}: expected a CPU tensor [entries, {', '.join(map(str, buffer.shape))}]."
         )
     if buffer.role is Role.BOUNDARIES:
-        lengths = value.diff()
-        if not len(value) or int(value[0]) != 0 or int(value[-1]) != rows or bool((lengths < 0).any()):
-            raise ProtocolError(f"metadata {name!r} is {value.tolist()}: boundaries do not decrease from 0 to the {rows} rows.")
-        if buffer.longest is not None and len(lengths) and int(lengths.max()) > buffer.longest:
-            raise ProtocolError(f"metadata {name!r} has a segment of {int(lengths.max())} rows; longest={buffer.longest}.")
+        ends: list[int] = value.tolist()  # read at once: an operation for each question takes longer
+        longest = max(map(operator.sub, ends[1:], ends), default=0)
+        if not ends or ends[0] != 0 or ends[-1] != rows or any(map(operator.lt, ends[1:], ends)):
+            raise ProtocolError(f"metadata {name!r} is {ends}: boundaries do not decrease from 0 to the {rows} rows.")
+        if buffer.longest is not None and longest > buffer.longest:
+            raise ProtocolError(f"metadata {name!r} has a segment of {longest} rows; longest={buffer.longest}.")
     elif buffer.role in (Role.ROWS, Role.INDEX):
         if len(value) * buffer.rows_per_entry != rows:
             raise ProtocolError(f"metadata {name!r} has {len(value)} entries: expected {rows} rows / {buffer.rows_per_entry}.")
