@@ -141,6 +141,57 @@ def test_admission(table: dict[str, Kernel]) -> None:
     assert "NaN" in refused["leakier"], "one that the fence does not hold is not used behind it"
 
 
+def test_no_candidate_beside_a_faster_one(table: dict[str, Kernel]) -> None:
+    """Where the faster one is admitted the slower one is neither tried nor timed; pinned, or without the other, it serves."""
+    tried: list[str] = []
+
+    def slow(*args: Any) -> torch.Tensor:
+        tried.append("slow")
+        return good(*args)
+
+    table["good"] = Kernel("good", good, anything)
+    table["slow"] = Kernel("slow", slow, anything, slower_than="good")
+    runs, refused = admission.candidates(PROBLEM, CPU, fence_from=2)
+    assert set(runs) == {"good"}
+    assert refused == {"slow": "not timed: no gain beside good"}
+    assert tried == []
+    assert admission.admit("slow", PROBLEM, CPU, fence_from=2) == ("slow", None)
+    table["good"] = Kernel("good", broken, anything)
+    assert set(admission.candidates(PROBLEM, CPU, fence_from=2)[0]) == {"slow"}
+
+
+def test_no_candidate_with_too_few_rows(table: dict[str, Kernel]) -> None:
+    """Below its least number of rows a kernel is neither tried nor timed; from it on, or pinned, it serves."""
+    tried: list[int] = []
+
+    def large(*args: Any) -> torch.Tensor:
+        tried.append(len(args[0]))
+        return good(*args)
+
+    table["large"] = Kernel("large", large, anything, least_rows=13)
+    few, enough = (Problem(VARLEN, "float32", (rows, HEADS, DIM), 2, 6) for rows in (12, 13))
+    assert admission.candidates(few, CPU, fence_from=2) == ({}, {"large": "not timed: no gain below 13 rows"})
+    assert tried == []
+    assert set(admission.candidates(few, CPU, fence_from=2, every=True)[0]) == {"large"}
+    assert admission.admit("large", few, CPU, fence_from=2) == ("large", None)
+    assert set(admission.candidates(enough, CPU, fence_from=2)[0]) == {"large"}
+
+
+def test_the_code_that_will_serve_is_tried(table: dict[str, Kernel]) -> None:
+    """A kernel with other code for more segments is tried with the room that a problem's code has, once for each."""
+    rooms: list[int] = []
+
+    def noting(*args: Any) -> torch.Tensor:
+        rooms.append(len(args[3]) - 1)
+        return good(*args)
+
+    table["noting"] = Kernel("noting", noting, anything, code_for=lambda segments: 64 if segments <= 64 else 1024)
+    for segments in (3, 64, 65, 1024):
+        problem = Problem(VARLEN, "float32", (12, HEADS, DIM), segments, 6)
+        assert set(admission.candidates(problem, CPU, fence_from=2)[0]) == {"noting"}
+    assert rooms == [64, 64, 1024, 1024], "clean and with NaN"
+
+
 @pytest.mark.parametrize(
     ("fence_from", "segments", "fenced"), [(1, 1, True), (1, 3, True), (2, 1, False), (2, 2, True), (0, 9, False)]
 )

@@ -178,3 +178,24 @@ def test_a_session_is_ordered_with_the_callers_stream() -> None:
         fails()
     assert waited == [caller]
     assert len(caller.waited_for) == 1
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_stays_away_until_the_last_one_is_done(enabled: bool) -> None:
+    """Uses that overlap, as those of two threads do, keep it off until the last ends, however they nest; then it is as before."""
+    first, second, third = (contextlib.ExitStack() for _ in range(3))
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        first.enter_context(cuda.no_garbage_collection)
+        second.enter_context(cuda.no_garbage_collection)
+        first.close()
+        assert not gc.isenabled()
+        third.enter_context(cuda.no_garbage_collection)
+        second.close()
+        assert not gc.isenabled()
+        with contextlib.suppress(RuntimeError), third:
+            raise RuntimeError("a failing recording")
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was else gc.disable)()

@@ -8,7 +8,7 @@ graphs with room for one segment, and others behind a fence (`fence.py`), whose 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,16 @@ class Kernel:
 
     wide_run: Run | None = None
     """varlen: the same on q and k that have the columns of `one_segment`."""
+
+    slower_than: str = ""
+    """Another kernel beside which it is no candidate: of all shapes that were timed it was faster on few, and by 3 % at most,
+    while trying and timing it took a twentieth of a start (docs/design/0008)."""
+
+    least_rows: int = 0
+    """With fewer rows it is no candidate: there it never was the fastest, and a compile would be for nothing."""
+
+    code_for: Callable[[int], int] | None = None
+    """varlen: the room for segments of the code that serves so many. What is tried is the code that will serve."""
 
     def complete(self, problem: Problem) -> Run:
         """What serves a problem. varlen: on q and k as they come, and with nothing of an allocator's leftovers in the tail."""
@@ -167,8 +177,8 @@ VARLEN_KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         Kernel("flash", kernels.flash, _flash_why_not, trusted=True),
-        Kernel("efficient", kernels.efficient, _efficient_why_not),
-        Kernel("dense", _dense, _dense_why_not, trusted=True, finite_tail=True),
+        Kernel("efficient", kernels.efficient, _efficient_why_not, slower_than="flash"),
+        Kernel("dense", _dense, _dense_why_not, trusted=True, finite_tail=True, slower_than="flash"),
         Kernel(
             "cudnn-one-segment",
             one_segment.cudnn,
@@ -178,7 +188,15 @@ VARLEN_KERNELS: dict[str, Kernel] = {
             wide_run=one_segment.cudnn_of_wide,
         ),
         *(
-            Kernel(name, run, triton_kernel.why_not, finite_tail=True, wide_run=run)
+            Kernel(
+                name,
+                run,
+                triton_kernel.why_not,
+                finite_tail=True,
+                wide_run=run,
+                least_rows=triton_kernel.LEAST_ROWS.get(name, 0),
+                code_for=triton_kernel.slots_for,
+            )
             for name, run in ((name, triton_kernel.runner(name)) for name in triton_kernel.BLOCKS)
         ),
         Kernel(
@@ -187,6 +205,8 @@ VARLEN_KERNELS: dict[str, Kernel] = {
             triton_kernel.hopper_why_not,
             finite_tail=True,
             wide_run=triton_kernel.hopper,
+            least_rows=triton_kernel.LEAST_ROWS[triton_kernel.HOPPER],
+            code_for=lambda segments: triton_kernel.HOPPER_SLOTS,
         ),
         Kernel("active-flash", kernels.flash, _active_why_not),
         *(Kernel(name, packages.runner(name), _package_why_not(name)) for name in ("fa4", "fa3", "fa2")),
@@ -203,22 +223,38 @@ DENSE_KERNELS: dict[str, Kernel] = {
 """torch's own: the items of a batch are never operands of one another's arithmetic. What does not take a problem raises."""
 
 
-def candidates(problem: Problem, device: torch.device, *, fence_from: int) -> tuple[dict[str, Run], dict[str, Refusal]]:
+def candidates(
+    problem: Problem, device: torch.device, *, fence_from: int, every: bool = False
+) -> tuple[dict[str, Run], dict[str, Refusal]]:
     """Kernels that may serve a problem on a device, by name, and why the others may not.
 
     Args:
         fence_from: room for so many segments or more takes a fence around a kernel that lets a NaN cross. 1: always, also a
             NaN in padding is kept away; 2: padding is known to be finite, and a single segment has no neighbour; 0: never.
+        every: also those that would not be chosen in any case.
     """
     found: dict[str, Run] = {}
     refused: dict[str, Refusal] = {}
     for name, kernel in kernels_for(problem).items():
+        pointless = None if every else _pointless(kernel, problem, found)
+        if pointless is not None:
+            refused[name] = pointless
+            continue
         admitted, why = _admission(kernel, problem, device, fence_from)
         if why is not None:
             refused[name] = why
         if admitted is not None:
             found[admitted.name] = admitted.complete(problem)
     return found, refused
+
+
+def _pointless(kernel: Kernel, problem: Problem, found: Mapping[str, Run]) -> Refusal | None:
+    """Why a kernel would not be chosen in any case: it costs no trial and no compile. Who asks for it by name still gets it."""
+    if kernel.slower_than in found:
+        return f"not timed: no gain beside {kernel.slower_than}"
+    if problem.kind == VARLEN and problem.shape[0] < kernel.least_rows:
+        return f"not timed: no gain below {kernel.least_rows} rows"
+    return None
 
 
 def admit(name: str, problem: Problem, device: torch.device, *, fence_from: int) -> tuple[str | None, Refusal | None]:
@@ -243,11 +279,11 @@ def _admission(kernel: Kernel, problem: Problem, device: torch.device, fence_fro
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     why = kernel.why_not(problem, capability)
     if why is None and not kernel.trusted:
-        seen = probe(kernel, problem.torch_dtype, problem.head_dim, device)
+        seen = probe(kernel, problem, device)
         why = seen.wrong
         if why is None and not seen.isolates and 0 < fence_from <= max(1, problem.segments):
             behind = _fenced(kernel)
-            isolates = probe(behind, problem.torch_dtype, problem.head_dim, device).isolates
+            isolates = probe(behind, problem, device).isolates
             return behind if isolates else None, "a NaN of one segment reaches another's rows; behind a fence only"
     return (kernel, None) if why is None else (None, why)
 
@@ -260,22 +296,25 @@ def run_of(name: str, problem: Problem) -> Run:
 
 @functools.cache  # so that a trial is not repeated
 def _fenced(kernel: Kernel) -> Kernel:
-    return Kernel(kernel.name + FENCED, fenced(kernel.run), kernel.why_not, one_segment=kernel.one_segment)
+    run, name = fenced(kernel.run), kernel.name + FENCED
+    return Kernel(name, run, kernel.why_not, one_segment=kernel.one_segment, code_for=kernel.code_for)
 
 
-def probe(kernel: Kernel, dtype: torch.dtype, head_dim: int, device: torch.device) -> Probe:
-    """Try a varlen kernel on a few segments, and again with NaN in the second one and behind the last.
+def probe(kernel: Kernel, problem: Problem, device: torch.device) -> Probe:
+    """Try a varlen kernel on a few segments, of a problem's dtype and head dim, and again with NaN in the second one and behind
+    the last.
 
     One for a single segment is tried on one, and with NaN behind it. What is seen is remembered, but for a lack of memory.
     """
+    slots = PROBE_SLOTS if kernel.code_for is None else kernel.code_for(problem.segments)
     try:
-        return _probe(kernel, dtype, head_dim, device)
+        return _probe(kernel, problem.torch_dtype, problem.head_dim, slots, device)
     except torch.OutOfMemoryError:
         return Probe(OUT_OF_MEMORY, isolates=False)
 
 
 @functools.cache
-def _probe(kernel: Kernel, dtype: torch.dtype, head_dim: int, device: torch.device) -> Probe:
+def _probe(kernel: Kernel, dtype: torch.dtype, head_dim: int, slots: int, device: torch.device) -> Probe:
     generator = torch.Generator("cpu").manual_seed(0)
     shape = (PROBE_ROWS, PROBE_HEADS, head_dim)
     inputs = [torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for _ in range(3)]
@@ -283,7 +322,7 @@ def _probe(kernel: Kernel, dtype: torch.dtype, head_dim: int, device: torch.devi
     ends = [sum(lengths[: n + 1]) for n in range(len(lengths))]
     end = ends[-1]
     first, second = (end, end) if kernel.one_segment else ends[:2]
-    unused = 0 if kernel.one_segment else PROBE_SLOTS - len(ends)
+    unused = 0 if kernel.one_segment else slots - len(ends)
     cu_seqlens = torch.tensor([0, *ends, *[end] * unused], dtype=torch.int32, device=device)
     scale, longest = head_dim**-0.5, max(lengths)
     try:

@@ -55,6 +55,9 @@ VECTOR = 8
 """Elements in 16 bytes: a head is a multiple of them."""
 HOPPER, HOPPER_CAPABILITY = "hopper", (9, 0)
 """The kernel for Hopper (`varlen_gluon.py`), and the one capability that has its instructions."""
+LEAST_ROWS = {"triton-128": 1024, HOPPER: 512}
+"""With fewer rows "triton-64" was the fastest wherever it was timed (docs/benchmarks/attention.json): large blocks leave
+multiprocessors idle."""
 HOPPER_SLOTS = 64
 """Room for segments there: a program takes a multiprocessor for itself, also one that finds nothing to do."""
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vit_compile.attention.choice import KernelChoices
-from vit_compile.backend.cuda import Recorder, check_recorded, reserved_bytes, unowned
+from vit_compile.backend.cuda import Recorder, check_recorded, no_garbage_collection, reserved_bytes, unowned
 from vit_compile.backend.proof import bits_equal, difference_over_tolerance
 from vit_compile.backend.recording import record, trial
 from vit_compile.errors import ProtocolError, first_line
@@ -94,10 +94,10 @@ class EncoderGraph:
         """Warm up and record, on what the buffers hold."""
         phases = self._phases
         if self.recorder is None:
-            with phases(FIRST_RUNS):
+            with phases(FIRST_RUNS), no_garbage_collection:
                 self.output = self._checked(self._run()).clone()
             return
-        with phases(FIRST_RUNS):
+        with phases(FIRST_RUNS), no_garbage_collection:
             self.recorder.observe(self._run)
         with phases(KERNELS):
             self.recorder.kernels.settle()
