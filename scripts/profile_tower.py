@@ -26,22 +26,22 @@ import torch
 
 from vit_compile.models.accelerate import encoder_for
 from vit_compile.options import DEFAULT_PASSES, PASS_NAMES
-from vit_compile.runtime import graphs, manager, table_buffers, weights
+from vit_compile.runtime import batches, graphs, manager, planner, table_buffers, weights
 from vit_compile.tools.bench import towers
 from vit_compile.tools.bench.peers_graphs import synchronize
 
 RUNS = 40
-PASSES = {"default": DEFAULT_PASSES, "all": PASS_NAMES, "none": ()}
+PASSES = {"default": DEFAULT_PASSES, "aligned": (*DEFAULT_PASSES, "aligned_linear"), "all": PASS_NAMES, "none": ()}
 STEPS: dict[str, tuple[Any, str]] = {
     "parse the request": (manager.EncoderCudaGraphManager, "_parsed"),
-    "plan": (manager.Planner, "plan"),
+    "plan": (planner.Planner, "plan"),
     "weights moved": (weights.WeightWatch, "moved"),
     "weights replaced": (weights.WeightWatch, "replaced"),
     "train mode": (weights.WeightWatch, "training"),
     "fill buffers": (table_buffers.GraphBuffers, "fill"),
     "launch": (graphs.EncoderGraph, "replay"),
-    "batch, fill and launch included": (manager.BatchRunner, "run"),
-    "weights after the launch": (manager.WeightWatch, "is_for"),
+    "batch, fill and launch included": (batches.BatchRunner, "run"),
+    "weights after the launch": (weights.WeightWatch, "is_for"),
 }
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import fx
 
 from vit_compile.backend.passes.activation_epilogue import ActivationEpilogue
+from vit_compile.backend.passes.aligned_linear import AlignedLinear
 from vit_compile.backend.passes.padding_columns import PaddingColumns
 from vit_compile.backend.passes.patch_embedding import PatchEmbeddingGemm
 from vit_compile.options import DEFAULT_PASSES, PASS_NAMES
@@ -39,7 +40,9 @@ class PassReport:
     milliseconds: float
 
 
-PASSES: dict[str, GraphPass] = {each.name: each for each in (PatchEmbeddingGemm(), ActivationEpilogue(), PaddingColumns())}
+PASSES: dict[str, GraphPass] = {
+    each.name: each for each in (PatchEmbeddingGemm(), ActivationEpilogue(), AlignedLinear(), PaddingColumns())
+}
 assert tuple(PASSES) == PASS_NAMES, "options.PASS_NAMES lists the passes"
 
 

@@ -16,7 +16,7 @@ from vit_compile import _torch_compat as compat
 from vit_compile.backend.passes import linear_activation as operation
 from vit_compile.backend.passes.values import layout
 
-_LINEAR = {torch.nn.functional.linear, torch.ops.aten.linear.default}
+LINEAR = {torch.nn.functional.linear, torch.ops.aten.linear.default}
 _GELU = {torch.nn.functional.gelu, torch.ops.aten.gelu.default}
 _RELU = {torch.nn.functional.relu, torch.relu, torch.ops.aten.relu.default}
 
@@ -43,16 +43,16 @@ def _activation(node: fx.Node) -> str | None:
     return "gelu_tanh" if node.target in _GELU and approximate == "tanh" else None
 
 
-def _arguments(node: fx.Node) -> tuple[Any, Any, Any]:
+def linear_arguments(node: fx.Node) -> tuple[Any, Any, Any]:
     """Input, weight and bias of a linear call."""
     given = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
     return given.get("input"), given.get("weight"), given.get("bias")
 
 
 def _applies(linear: fx.Node) -> bool:
-    if linear.op != "call_function" or linear.target not in _LINEAR or len(linear.users) != 1:
+    if linear.op != "call_function" or linear.target not in LINEAR or len(linear.users) != 1:
         return False
-    arguments = _arguments(linear)
+    arguments = linear_arguments(linear)
     if not all(isinstance(argument, fx.Node) for argument in arguments):
         return False
     values = [node.meta.get("example_value") for node in (*arguments, linear)]
@@ -70,7 +70,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> int:
     linear = node.args[0] if node.args else node.kwargs.get("input")
     if activation is None or not isinstance(linear, fx.Node) or not _applies(linear):
         return 0
-    arguments = (*_arguments(linear), activation)
+    arguments = (*linear_arguments(linear), activation)
     mode = linear.meta["example_value"].fake_mode
     with compat.running_fake(mode):
         value = operation.linear_activation(*fx.map_arg(arguments, lambda n: n.meta["example_value"]))
@@ -78,7 +78,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> int:
         return 0  # somebody further down may rely on the strides
     # In the linear layer's place, not the activation's: in between somebody may write into what the layer reads.
     with graph.inserting_before(linear):
-        fused = graph.call_function(torch.ops.vit_compile.linear_activation.default, arguments)
+        fused = graph.call_function(operation.OPERATION, arguments)
     fused.meta["example_value"] = value
     fused.meta["stack_trace"] = node.meta.get("stack_trace")
     node.replace_all_uses_with(fused)

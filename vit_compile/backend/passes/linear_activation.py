@@ -69,3 +69,5 @@ def _register() -> Any:
 # The operation lives as long as this object; a second import of this file finds it registered and leaves it alone.
 if not hasattr(torch.ops.vit_compile, _OP_NAME):
     _LIBRARY = _register()
+
+OPERATION: Any = torch.ops.vit_compile.linear_activation.default

@@ -9,14 +9,13 @@ Shapes: N images, C channels, K kernel sides, G grid sides (input side // kernel
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from vit_compile import _torch_compat as compat
+from vit_compile.backend.passes.builder import Builder
 from vit_compile.backend.passes.values import refresh_downstream
 
 _CONVOLUTIONS: dict[Any, int] = {
@@ -78,37 +77,6 @@ def _applies(arguments: dict[str, Any], dims: int) -> bool:
     )
 
 
-class _Builder:
-    """Inserts calls in front of a node, with their example values."""
-
-    def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
-        self.graph, self.before = graph, before
-
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        return self._insert(self.graph.call_function(target, args, kwargs), target)
-
-    def method(self, name: str, *args: Any) -> fx.Node:
-        return self._insert(self.graph.call_method(name, args), lambda x, *rest: getattr(x, name)(*rest))
-
-    def _insert(self, node: fx.Node, function: Callable[..., Any]) -> fx.Node:
-        value: Callable[[fx.Node], Any] = lambda n: n.meta["example_value"]  # noqa: E731
-        args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
-        node.meta["example_value"] = function(*args, **kwargs)
-        node.meta["stack_trace"] = self.before.meta.get("stack_trace")
-        return node
-
-    def side(self, tensor: fx.Node, dim: int) -> Any:
-        """A side of a tensor: an int where it is static, else a node."""
-        size = tensor.meta["example_value"].shape[dim]
-        return size if isinstance(size, int) else self.method("size", tensor, dim)
-
-    def floordiv(self, value: Any, divisor: int) -> Any:
-        return value // divisor if isinstance(value, int) else self.call(operator.floordiv, value, divisor)
-
-    def mul(self, value: Any, factor: int) -> Any:
-        return value * factor if isinstance(value, int) else self.call(operator.mul, value, factor)
-
-
 def _rewrite(graph: fx.Graph, node: fx.Node, dims: int) -> int:
     arguments = _arguments(node)
     if not _applies(arguments, dims):
@@ -120,7 +88,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, dims: int) -> int:
         fan_in *= side
     mode = pixels.meta["example_value"].fake_mode
     with graph.inserting_before(node), compat.running_fake(mode):
-        build = _Builder(graph, node)
+        build = Builder(graph, node)
         images = build.side(pixels, 0)
         sides = [build.side(pixels, dim + 2) for dim in range(dims)]
         grid = [build.floordiv(side, k) for side, k in zip(sides, kernel, strict=True)]
@@ -157,7 +125,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, dims: int) -> int:
     return 1
 
 
-def _channels_first(build: _Builder, product: fx.Node, node: fx.Node, dims: int) -> fx.Node:
+def _channels_first(build: Builder, product: fx.Node, node: fx.Node, dims: int) -> fx.Node:
     """`[N, G.., E]` -> `[N, E, G..]`: a free view in front of the usual `flatten(2).transpose(1, 2)`, else a copy.
 
     Behind that pair the rows `[N, L, E]` are contiguous; anywhere else a reader may rely on the convolution's own strides.
