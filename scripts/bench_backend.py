@@ -24,12 +24,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 import transformers
-from bench_towers import build_qwen2_5_vl, build_qwen3_vl, cast_parameters
 from torch import nn
 
 import vit_compile
+from scripts.bench_towers import build_qwen2_5_vl, build_qwen3_vl, cast_parameters
 from vit_compile.backend.encoder import encoders
 from vit_compile.models import hf_attention
 from vit_compile.models.vision_metadata import vision_metadata

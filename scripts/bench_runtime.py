@@ -25,11 +25,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 import transformers
-from bench_towers import build_qwen2_5_vl, build_qwen3_vl, cast_parameters
 
 import vit_compile
+from scripts.bench_towers import build_qwen2_5_vl, build_qwen3_vl, cast_parameters
 from vit_compile.models.packed_grid import PackedGridTable
 from vit_compile.planning import budgets
 from vit_compile.runtime.config import EncoderConfig
