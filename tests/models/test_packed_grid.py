@@ -212,7 +212,7 @@ def test_a_default_device_of_the_caller_changes_nothing(build: Builder) -> None:
     for default in ("cpu", "meta"):
         encoder = captured(table_of(build), token_budgets=BUDGETS, max_items_per_batch=4, packing="greedy", verify=False)
         encoder.execute(request_of([(1, 4, 4)]))  # what is remembered for all sizes is remembered
-        model, graph = encoder.model, max(encoder._set.graphs.values(), key=lambda graph: graph.key.token_budget)
+        model, graph = encoder.model, max(encoder._captured.set.graphs.values(), key=lambda graph: graph.key.token_budget)
         assert isinstance(model, TableEncoder)
         with torch.device(default):
             assert model.fill_encoder_cudagraph_buffers(graph.inputs.state, request, (0, 1), "main")
