@@ -108,6 +108,28 @@ def test_others_stay(case: str) -> None:
     assert torch.equal(got, call(model, x))
 
 
+@pytest.mark.parametrize("bias", [(), (1,), (13,)], ids=str)
+def test_a_bias_for_all(bias: tuple[int, ...]) -> None:
+    """`F.linear` takes one number for all features, too: only a bias of a number each is padded, others are left alone."""
+    weight, added, x = image(13, 12).bfloat16(), image(*bias).bfloat16() if bias else torch.tensor(0.5).bfloat16(), image(5, 12)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight, added)
+
+    sites, got, _ = run(layer, x.bfloat16())
+    assert sites == (1 if bias == (13,) else 0)
+    assert largest_difference(got.float(), layer(x.bfloat16()).float()) <= 5e-2
+
+
+def test_no_features_are_left_alone() -> None:
+    """A weight without rows or columns has nothing to pad."""
+    for shape in ((0, 12), (12, 0)):
+        weight = torch.zeros(shape).bfloat16()
+        sites, got, _ = run(lambda x, w=weight: F.linear(x, w), image(5, shape[1]).bfloat16())
+        assert sites == 0
+        assert got.shape == (5, shape[0])
+
+
 def test_a_cpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself the pass is for CUDA: elsewhere there are no such kernels."""
     monkeypatch.setitem(passes.PASSES, NAME, AlignedLinear())

@@ -187,6 +187,58 @@ def test_an_interrupted_recapture_leaves_it_due() -> None:
     assert made.snapshot()["miss_reasons"] == {}
 
 
+def failing_from(table: toys.PackedTable, rows: int) -> list[int]:
+    """The tower's forward raises from so many rows on, for as long as the list has an entry."""
+    forward, least = table.tower.forward, [rows]
+
+    def fails(pixels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if least and len(pixels) >= least[0]:
+            raise RuntimeError("no such size")
+        return forward(pixels, **kwargs)
+
+    table.tower.forward = fails  # type: ignore[method-assign, assignment]
+    return least
+
+
+def test_a_strict_capture_that_raises_leaves_nothing_captured() -> None:
+    """Also the graphs that could be captured are gone: the next `capture()` raises again, and works once the cause is gone."""
+    table = packed_table()
+    made = manager(table, strict=True, token_budgets=(8, 16), **GREEDY)
+    cause = failing_from(table, 4 * 16)
+    for _ in range(2):
+        with pytest.raises(SkipError, match="no such size"):
+            made.capture()
+        assert not made.is_captured()
+        assert made.graphs() == ()
+        assert made.snapshot()["not_captured"] == []
+    cause.clear()
+    made.capture()
+    check(made, table)
+    assert {graph.token_budget for graph in made.graphs()} == {8, 16}
+
+
+def test_a_capture_without_a_graph_is_tried_again_when_asked() -> None:
+    """A cause that passes, while replaced modules are captured: calls run eagerly, and `capture()` brings the graphs back."""
+    table = packed_table()
+    made = captured(table, token_budgets=(8, 16), **GREEDY)
+    graphs = len(made.graphs())
+    table.tower = toys.PackedTower().eval()
+    cause = failing_from(table, 4 * 8)
+    small = toys.packed_request([(1, 2, 2)])
+    check(made, table, small)
+    cause.clear()
+    check(made, table)
+    assert made.capture_done()
+    assert not made.is_captured()
+    assert {row["code"] for row in made.snapshot()["not_captured"]} == {"capture-failed"}
+    with counters.expect(captures=graphs):
+        made.capture()
+        made.capture()
+    assert made.is_captured()
+    assert made.snapshot()["not_captured"] == []
+    check(made, table)
+
+
 def test_a_block_whose_capture_raises_is_cleared() -> None:
     """Under `strict` what could not be captured raises on the way in, where nobody would clear on the way out."""
     made = manager(packed_table(), strict=True, max_graph_bytes=1000, **GREEDY)

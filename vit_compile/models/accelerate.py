@@ -302,7 +302,7 @@ class AcceleratedModel:
     def _execute(self, request: Mapping[str, Any]) -> list[torch.Tensor]:
         """`manager.execute`, capturing first where that is due. Data is cast as towers cast it: to the encoder's dtype, or to
         that of its buffer where the table says one."""
-        if self._first_call and not self.manager.is_captured():
+        if self._first_call and not self.manager.capture_done():
             self.manager.capture()
         cast = {
             name: value.to(self._data_dtypes.get(name, self._dtype))

@@ -83,6 +83,8 @@ class CapturedEncoder:
                     max_graph_bytes=self.config.max_graph_bytes,
                     verify=self.config.verify,
                 )
+                for skip in self.set.skips.values():
+                    report_skip(skip, strict=self.config.strict)
                 if self.config.packing == "cost":
                     with self.set.phases(TIMING):
                         eager = self.work.time(self.set, modules)
@@ -104,7 +106,6 @@ class CapturedEncoder:
                 self._statistics.calibrated(*where, graph.predicted_ms, eager_ms)
         for key, skip in self.set.skips.items():
             self._statistics.skipped(key.path, key.token_budget, key.axis_keys, skip)
-            report_skip(skip, strict=self.config.strict)
 
     def clear(self) -> None:
         """Drop every graph and give its memory back."""

@@ -88,7 +88,8 @@ class EncoderCudaGraphManager:
     # --- life cycle --------------------------------------------------------------------------------------------------
 
     def capture(self, *, progress: bool = False) -> None:
-        """Capture every graph, largest first, and time them. Does nothing if that was done.
+        """Capture every graph, largest first, and time them. Does nothing if there are graphs; where none could be captured, a
+        further call tries again.
 
         Args:
             progress: show a progress bar on stderr.
@@ -96,12 +97,14 @@ class EncoderCudaGraphManager:
         What cannot be captured is left out with the reason (`snapshot()["not_captured"]`), and everything else works.
 
         Raises:
-            SkipError: something could not be captured, and `strict=True`.
+            SkipError: something could not be captured, and `strict=True`; nothing is captured then.
             ProtocolError: the model's inputs or forward are not what the contract says.
         """
         with self._lock:
-            if self._captured.planner is None and self.config.enabled and self.declaration.refusal is None:
+            if not self.is_captured() and self.config.enabled and self.declaration.refusal is None:
                 with self._on_device():
+                    if self.capture_done():
+                        self._captured.clear()  # what is known of the failed one
                     self._captured.capture(progress)
 
     def clear(self) -> None:
@@ -199,7 +202,12 @@ class EncoderCudaGraphManager:
     def is_captured(self) -> bool:
         """Did `capture()` run, with a graph to show for it?"""
         with self._lock:
-            return self._captured.planner is not None and bool(self._captured.set.graphs)
+            return self.capture_done() and bool(self._captured.set.graphs)
+
+    def capture_done(self) -> bool:
+        """Did `capture()` come to its end since the manager was made or cleared, with or without a graph to show for it?"""
+        with self._lock:
+            return self._captured.planner is not None
 
     def get_num_graphs_to_capture(self) -> int:
         """How many graphs `capture()` will try to make."""

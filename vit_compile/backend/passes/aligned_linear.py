@@ -57,8 +57,10 @@ class AlignedLinear:
         x, weight = tensors[:2]
         if x.dtype not in _HALF or x.device.type not in self._device_types or x.dim() < 2 or weight.dim() != 2:
             return False
-        static = all(isinstance(side, int) for side in weight.shape)
-        return static and any(map(_missing, (weight, weight.T))) and _is_contiguous(tensors[-1])
+        static = all(isinstance(side, int) and side for side in weight.shape)
+        # A bias may be broadcast: one number, or one for all.
+        alike = all(bias.dim() == 1 and bias.shape[0] == weight.shape[0] for bias in tensors[2:-1])
+        return static and alike and any(map(_missing, (weight, weight.T))) and _is_contiguous(tensors[-1])
 
 
 def _is_contiguous(out: compat.FakeTensor) -> bool:
