@@ -58,7 +58,7 @@ class Kernel:
     """varlen: the same on q and k that have the columns of `one_segment`."""
 
     slower_than: str = ""
-    """Another kernel beside which it is no candidate: of all shapes that were timed it was faster on few, and by 3 % at most,
+    """Another kernel beside which it is no candidate: of all shapes that were timed it was faster on few, and by 4 % at most,
     while trying and timing it took a twentieth of a start (docs/design/0008)."""
 
     least_rows: int = 0

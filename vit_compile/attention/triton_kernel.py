@@ -56,8 +56,9 @@ VECTOR = 8
 HOPPER, HOPPER_CAPABILITY = "hopper", (9, 0)
 """The kernel for Hopper (`varlen_gluon.py`), and the one capability that has its instructions."""
 LEAST_ROWS = {"triton-128": 1024, HOPPER: 512}
-"""With fewer rows "triton-64" was the fastest wherever it was timed (docs/benchmarks/attention.json): large blocks leave
-multiprocessors idle."""
+"""With fewer rows "triton-64" was the fastest of the three wherever they were timed: up to 261 rows against "hopper", which wins
+from 784 on, and up to 784 against "triton-128" (head dims 64 to 80, H200, docs/benchmarks/attention-kernels.json). Large blocks
+leave multiprocessors idle."""
 HOPPER_SLOTS = 64
 """Room for segments there: a program takes a multiprocessor for itself, also one that finds nothing to do."""
 

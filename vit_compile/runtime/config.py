@@ -33,8 +33,8 @@ DEFAULT_COMPILER = "inductor"
 DEFAULT_MAX_GRAPHS = 128
 SEGMENT_CAPACITIES = (1, 16, 64)
 """One, which has kernels of its own, few, and some. Empty slots cost the project's kernel little, but not nothing: 8 segments of
-784 rows take 121 us in 8 slots, 136 us in 640 (H200, 16 heads of 72). FlashAttention-2, which serves where Triton does not run,
-pays more: 155 and 774 us with the bound that such graphs have."""
+784 rows take 110 us in 8 slots, 130 us in 640 (H200, 16 heads of 72). FlashAttention-2, which serves where Triton does not run,
+pays more: 154 and 772 us with the bound that such graphs have (docs/benchmarks/attention-kernels.json)."""
 
 _CHOICES = {"packing": PACKINGS, "mode": MODES, "compiler": COMPILERS, "outputs": OUTPUTS, "attention": ATTENTION_KERNELS}
 _FLAGS = ("isolate", "look_ahead", "enabled", "verify", "strict")
