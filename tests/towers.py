@@ -58,7 +58,12 @@ def tiny_qwen2_vl(attn: str = "eager", depth: int = 4) -> Any:
     return _seeded(lambda: Qwen2VisionTransformerPretrainedModel(config))
 
 
-def tiny_qwen2_5_vl(attn: str = "eager", depth: int = 4) -> Any:
+def odd_qwen2_5_vl(attn: str = "eager", depth: int = 4) -> Any:
+    """Qwen2.5-VL vision tower with an MLP of 44 features, no whole vectors of 16 bytes, as the released one has 3420."""
+    return tiny_qwen2_5_vl(attn, depth, intermediate_size=44)
+
+
+def tiny_qwen2_5_vl(attn: str = "eager", depth: int = 4, intermediate_size: int = 128) -> Any:
     """Qwen2.5-VL vision tower: windows of 4 x 4 patches in even layers, full attention in odd ones."""
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
@@ -68,7 +73,7 @@ def tiny_qwen2_5_vl(attn: str = "eager", depth: int = 4) -> Any:
         attn,
         depth=depth,
         hidden_size=64,
-        intermediate_size=128,
+        intermediate_size=intermediate_size,
         out_hidden_size=48,
         window_size=4 * PATCH,
         fullatt_block_indexes=list(range(1, depth, 2)),

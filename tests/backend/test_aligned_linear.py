@@ -191,11 +191,7 @@ def test_weights_that_are_written_to_are_followed(compiler: str) -> None:
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_a_gated_tower(compiler: str) -> None:
     """Qwen2.5-VL's kind of MLP with an odd width, all three layers of a block: features as without the pass, up to rounding."""
-    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-
-    small = towers.tiny_qwen2_5_vl().config.to_dict() | {"intermediate_size": 44, "depth": 2}
-    tower = seeded(lambda: Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**small))).bfloat16()
+    tower = towers.odd_qwen2_5_vl(depth=2).bfloat16()
     request = {"pixel_values": towers.pixels(96).bfloat16(), "image_grid_thw": [(1, 8, 12)]}
     features = []
     for names in ((*DEFAULT_PASSES, NAME), DEFAULT_PASSES):

@@ -18,7 +18,7 @@ from vit_compile.attention.problem import DENSE, VARLEN, Problem, varlen_problem
 from vit_compile.attention.varlen import varlen_attention
 from vit_compile.backend.cuda import seconds_captured
 from vit_compile.backend.passes.linear_activation import linear_activation
-from vit_compile.options import PASS_NAMES
+from vit_compile.options import DEFAULT_PASSES, PASS_NAMES
 from vit_compile.runtime import known_costs
 
 CUDA = torch.device("cuda")
@@ -276,6 +276,25 @@ def test_the_manager_serves_with_padding_columns(capacities: tuple[int, ...]) ->
             rows = manager.snapshot()["attention"]
             assert all(row["variant"] == "wide" for row in rows)
             assert bool(rows) == (attention != "default")
+
+
+def test_odd_widths_become_whole_vectors() -> None:
+    """All three layers of every MLP are padded, features are the tower's, with padding and company, and follow a weight that is
+    written to in place."""
+    vit_compile.counters.reset()
+    dtype, passes = torch.bfloat16, (*DEFAULT_PASSES, "aligned_linear")
+    manager, table, twin = managed(towers.odd_qwen2_5_vl, dtype, mode="compiled", passes=passes)
+    with manager:
+        assert vit_compile.counters.pass_sites["aligned_linear"] == 3 * len(twin.blocks)
+        for _ in range(2):
+            for images in ([(1, 8, 8)], [(1, 4, 4), (1, 6, 8), (1, 2, 2)]):
+                made = request(images, dtype=dtype)
+                assert worst(manager.execute(made), reference(twin, made)) <= TOLERANCE[dtype]
+            for tower in (table.tower, twin):
+                for block in tower.blocks:
+                    block.mlp.down_proj.weight.data.mul_(1.5)
+        assert manager.snapshot()["miss_reasons"] == {}
+        assert manager.snapshot()["recaptures"] == 0
 
 
 @pytest.mark.parametrize("attention", ["auto", "default"])
