@@ -14,6 +14,7 @@ from torch import nn
 from tests.runtime import toys
 from tests.runtime.toys import captured, largest_difference, manager, packed_reference, packed_request, packed_table
 from vit_compile.errors import OptionError, ProtocolError, SkipError
+from vit_compile.runtime.captured import RECAPTURES_TRIED_AGAIN
 from vit_compile.runtime.config import EncoderConfig
 from vit_compile.runtime.manager import EncoderCudaGraphManager
 from vit_compile.stats import counters
@@ -187,6 +188,9 @@ def test_an_interrupted_recapture_leaves_it_due() -> None:
     assert made.snapshot()["miss_reasons"] == {}
 
 
+SMALL = toys.packed_request([(1, 2, 2)])
+
+
 def failing_from(table: toys.PackedTable, rows: int) -> list[int]:
     """The tower's forward raises from so many rows on, for as long as the list has an entry."""
     forward, least = table.tower.forward, [rows]
@@ -217,20 +221,41 @@ def test_a_strict_capture_that_raises_leaves_nothing_captured() -> None:
     assert {graph.token_budget for graph in made.graphs()} == {8, 16}
 
 
-def test_a_capture_without_a_graph_is_tried_again_when_asked() -> None:
-    """A cause that passes, while replaced modules are captured: calls run eagerly, and `capture()` brings the graphs back."""
+def test_a_cause_that_passes() -> None:
+    """While replaced modules are captured: calls run eagerly with the reason, and the first one after it has graphs again."""
     table = packed_table()
     made = captured(table, token_budgets=(8, 16), **GREEDY)
     graphs = len(made.graphs())
     table.tower = toys.PackedTower().eval()
     cause = failing_from(table, 4 * 8)
-    small = toys.packed_request([(1, 2, 2)])
-    check(made, table, small)
+    check(made, table, SMALL)
+    assert not made.is_captured()
+    assert set(made.snapshot()["miss_reasons"]) == {"capture-failed"}
     cause.clear()
-    check(made, table)
+    with counters.expect(captures=graphs):
+        check(made, table)
+        check(made, table)
+    assert made.snapshot()["not_captured"] == []
+    assert made.snapshot()["recaptures"] == 1
+
+
+def test_a_cause_that_stays() -> None:
+    """After some tries calls are not held up any more; `capture()` tries again when asked, and works once the cause is gone."""
+    table = packed_table()
+    made = captured(table, token_budgets=(8, 16), **GREEDY)
+    graphs, inputs, tries = len(made.graphs()), made._captured.work.inputs, []
+    table.tower = toys.PackedTower().eval()
+    cause = failing_from(table, 4 * 8)
+    made._captured.work.inputs = lambda key: (tries.append(key), inputs(key))[1]  # type: ignore[method-assign, func-returns-value]
+    for _ in range(RECAPTURES_TRIED_AGAIN + 3):
+        check(made, table, SMALL)
+    assert len(tries) == (RECAPTURES_TRIED_AGAIN + 1) * graphs
     assert made.capture_done()
     assert not made.is_captured()
     assert {row["code"] for row in made.snapshot()["not_captured"]} == {"capture-failed"}
+    made.capture()
+    assert len(tries) == (RECAPTURES_TRIED_AGAIN + 2) * graphs
+    cause.clear()
     with counters.expect(captures=graphs):
         made.capture()
         made.capture()

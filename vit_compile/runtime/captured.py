@@ -25,6 +25,11 @@ from vit_compile.stats import Skip, counters, logger, report_skip
 NOT_CAPTURED = Skip("not-captured", "capture() did not run since the manager was made or cleared")
 
 
+RECAPTURES_TRIED_AGAIN = 2
+"""Further tries where graphs of replaced weights could not be captured for a cause that may pass. Each delays a call."""
+_MAY_PASS = {"capture-failed", "out-of-memory"}
+
+
 class CapturedEncoder:
     """Every method runs under the manager's lock and on its device."""
 
@@ -59,6 +64,7 @@ class CapturedEncoder:
         self._eager_costs: dict[str, EagerCost] = {}
         self._why_not = NOT_CAPTURED
         self._recapture_due = False
+        self._tries_left = RECAPTURES_TRIED_AGAIN
 
     # --- life cycle --------------------------------------------------------------------------------------------------
 
@@ -96,6 +102,8 @@ class CapturedEncoder:
         self._eager_costs = eager
         self.planner = self.new_planner(eager)
         self._count(eager)
+        if self.set.graphs:
+            self._tries_left = RECAPTURES_TRIED_AGAIN
 
     def _count(self, eager: Mapping[str, EagerCost]) -> None:
         for key, graph in self.set.graphs.items():
@@ -176,7 +184,17 @@ class CapturedEncoder:
         if self.planner is None:
             self._recapture_due = True  # a part is in train mode, as new layers are at first
             return self._why_not
-        return None
+        return self._try_again()
+
+    def _try_again(self) -> Skip | None:
+        """After a recapture without a graph, for a cause that may pass: the next calls try again, a few times."""
+        why = next((skip for skip in self.set.skips.values() if skip.code in _MAY_PASS), None)
+        if self.set.graphs or why is None or not self._tries_left:
+            return None
+        left = self._tries_left - 1
+        self.clear()
+        self._tries_left, self._recapture_due, self._why_not = left, True, why
+        return why
 
 
 def _tracked(keys: list[GraphKey], show: bool) -> Any:
