@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.nn.functional as F
 
+from vit_compile.backend.cuda import seconds_captured
+from vit_compile.runtime.graphs import median_ms
+
 LAYERS = 16
-REPLAYS = 7
 VECTOR = 8
 ROWS = (256, 1024, 5476, 11520)
 SHAPES = {"gate, up": (1280, 3420), "down": (3420, 1280), "patches": (588, 1152)}
@@ -58,20 +58,12 @@ def ways(rows: int, inner: int, outer: int, device: torch.device) -> dict[str, l
             found["into padded rows"] = lambda w=weight, out=room: torch.mm(x, w.T, out=out)
         for name, call in found.items():
             made.setdefault(name, []).append(call)
-    want = made["as it is"][0]().float()
+    want = made["as it is"][-1]().float()
     for name, calls in made.items():
-        got = calls[0]()[:, :outer].float()
-        if name == "into padded rows":
-            got = got + bias_of(made["as it is"][0])
+        got = calls[-1]()[:, :outer].float() + (bias if name == "into padded rows" else 0)
         error = float((got - want).norm() / want.norm())
         assert error < 0.01, f"{name}: relative difference {error:.1e}"
     return made
-
-
-def bias_of(call: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The bias that a call adds."""
-    bias: torch.Tensor = call.__defaults__[1]  # type: ignore[attr-defined]
-    return bias.float()
 
 
 def microseconds(calls: list[Callable[[], torch.Tensor]], device: torch.device) -> float:
@@ -81,23 +73,8 @@ def microseconds(calls: list[Callable[[], torch.Tensor]], device: torch.device) 
         for call in calls:
             call()
 
-    run()
-    if device.type != "cuda":
-        started = time.perf_counter()
-        run()
-        return (time.perf_counter() - started) * 1e6 / len(calls)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+    seconds = seconds_captured(run, device) if device.type == "cuda" else median_ms(run, device) / 1e3
+    return seconds * 1e6 / len(calls)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vit_compile.models import boundaries, merge_blocks
+from vit_compile.models import agreement, boundaries, merge_blocks
 
 vision_utils = pytest.importorskip("transformers.vision_utils")
 GRIDS = [[(1, 2, 2)], [(5, 4, 6)], [(1, 8, 12), (3, 2, 2), (1, 1, 40)], [(2, 3, 1)] * 17]
@@ -24,7 +24,7 @@ def test_they_are_those_of_transformers(grids: list[merge_blocks.Grid], merge_te
     want = vision_utils.get_vision_cu_seqlens(torch.tensor(grids), merge_temporal=merge_temporal)
     assert got.dtype == want.dtype
     assert torch.equal(got, want)
-    assert merge_blocks._agreed["cu_seqlens", vision_utils, merge_temporal]
+    assert agreement._agreed["cu_seqlens", vision_utils, merge_temporal]
 
 
 def clip_by_clip(grid: torch.Tensor) -> torch.Tensor:
@@ -54,10 +54,10 @@ def test_others_are_asked_for(other: Any) -> None:
 def test_a_mode_of_the_caller_is_not_remembered(context: Any) -> None:
     """What fake tensors or a default device say is for that call: later ones get the numbers, quickly."""
     key = ("cu_seqlens", vision_utils, False)
-    merge_blocks._agreed.pop(key, None)
+    agreement._agreed.pop(key, None)
     with contextlib.suppress(Exception), context:
         boundaries.cu_seqlens(vision_utils, [(2, 4, 6)])
     got = boundaries.cu_seqlens(vision_utils, [(2, 4, 6)])
     assert type(got) is torch.Tensor
     assert got.tolist() == [0, 24, 48]
-    assert merge_blocks._agreed[key]
+    assert agreement._agreed[key]

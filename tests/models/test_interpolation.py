@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vit_compile.models import interpolation, merge_blocks
+from vit_compile.models import agreement, interpolation
 
 vision_utils = pytest.importorskip("transformers.vision_utils")
 
@@ -51,7 +51,7 @@ def test_a_mode_of_the_caller_is_not_remembered(device: str) -> None:
     """What was made under a default device or with fake tensors is for that call: later ones get the numbers, on the CPU."""
     how: dict[str, Any] = {"side": 11, "mode": "bilinear", "align_corners": True, "merge": 2}
     grid = (1, 46, 58)  # sizes that no other test asks for
-    merge_blocks._agreed.clear()
+    agreement._agreed.clear()
     context = torch.device(device) if device == "meta" else FakeTensorMode()
     with contextlib.suppress(Exception), context:
         interpolation.indices_and_weights(vision_utils, grid, **how)

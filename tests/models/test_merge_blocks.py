@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vit_compile.models import merge_blocks
+from vit_compile.models import agreement, merge_blocks
 
 Grids = list[tuple[int, int, int]]
 
@@ -64,7 +64,7 @@ def test_a_mode_of_the_caller_is_not_remembered() -> None:
     """Fake tensors, or a default device, say nothing about agreement: later calls get the numbers, on the CPU."""
     vision_utils = pytest.importorskip("transformers.vision_utils")
     for context in (torch.device("meta"), FakeTensorMode()):
-        merge_blocks._agreed.clear()
+        agreement._agreed.clear()
         with contextlib.suppress(Exception), context:
             merge_blocks.position_ids(vision_utils, [(1, 4, 6)], 2)
         got = merge_blocks.position_ids(vision_utils, [(1, 4, 6)], 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,16 @@ from vit_compile.runtime.table_encoder import TableEncoder
 from vit_compile.runtime.table_items import MetadataCache
 
 KEY = (2, 4, 6)
+
+
+def packed(build: Callable[[], Any]) -> EncoderTable:
+    """The adapter of a bare tower."""
+    return PackedGridTable(build())
+
+
 TABLES: dict[str, Callable[[], EncoderTable]] = {
     **{
-        build.__name__: lambda build=build: PackedGridTable(build())  # type: ignore[misc]
+        build.__name__: partial(packed, build)
         for build in (towers.tiny_qwen2_vl, towers.tiny_qwen2_5_vl, towers.tiny_qwen3_vl, towers.tiny_glm4v)
     },
     "kimi_k25": lambda: table_of(test_kimi.k25()),

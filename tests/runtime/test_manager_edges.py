@@ -14,8 +14,10 @@ from torch import nn
 from tests.runtime import toys
 from tests.runtime.toys import captured, largest_difference, manager, packed_reference, packed_request, packed_table
 from vit_compile.errors import OptionError, ProtocolError, SkipError
+from vit_compile.runtime.capture_inputs import EncoderCudaGraphCaptureInputs
 from vit_compile.runtime.captured import RECAPTURES_TRIED_AGAIN
 from vit_compile.runtime.config import EncoderConfig
+from vit_compile.runtime.graphs import GraphKey
 from vit_compile.runtime.manager import EncoderCudaGraphManager
 from vit_compile.stats import counters
 
@@ -243,10 +245,15 @@ def test_a_cause_that_stays() -> None:
     """After some tries calls are not held up any more; `capture()` tries again when asked, and works once the cause is gone."""
     table = packed_table()
     made = captured(table, token_budgets=(8, 16), **GREEDY)
-    graphs, inputs, tries = len(made.graphs()), made._captured.work.inputs, []
+    graphs, inputs, tries = len(made.graphs()), made._captured.work.inputs, list[GraphKey]()
     table.tower = toys.PackedTower().eval()
     cause = failing_from(table, 4 * 8)
-    made._captured.work.inputs = lambda key: (tries.append(key), inputs(key))[1]  # type: ignore[method-assign, func-returns-value]
+
+    def noted(key: GraphKey) -> EncoderCudaGraphCaptureInputs:
+        tries.append(key)
+        return inputs(key)
+
+    made._captured.work.inputs = noted  # type: ignore[method-assign]
     for _ in range(RECAPTURES_TRIED_AGAIN + 3):
         check(made, table, SMALL)
     assert len(tries) == (RECAPTURES_TRIED_AGAIN + 1) * graphs

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from vit_compile.models.merge_blocks import Grid, agreed
+from vit_compile.models.agreement import agreed, identical
+from vit_compile.models.merge_blocks import Grid
 
 _SAMPLES: tuple[tuple[Grid, ...], ...] = (((1, 2, 3),), ((3, 2, 2), (1, 1, 4), (2, 1, 1)))
 
@@ -40,5 +41,4 @@ def _quick(grids: Sequence[Grid], merge_temporal: bool) -> torch.Tensor:
 
 
 def _same(vision_utils: Any, merge_temporal: bool, sample: Sequence[Grid]) -> bool:
-    one, other = _quick(sample, merge_temporal), _public(vision_utils, sample, merge_temporal)
-    return one.dtype == other.dtype and torch.equal(one, other)
+    return identical(_quick(sample, merge_temporal), _public(vision_utils, sample, merge_temporal))

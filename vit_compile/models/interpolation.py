@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from vit_compile.models.merge_blocks import Grid, agreed, as_columns, as_rows, combined, kept
+from vit_compile.models.agreement import agreed, identical
+from vit_compile.models.merge_blocks import Grid, as_columns, as_rows, combined, kept
 
 _AXIS = "_interpolation_axis_taps_weights"
 _SAMPLES = ((1, 2, 3), (2, 5, 1), (1, 1, 40))
@@ -97,5 +98,4 @@ def agrees(vision_utils: Any, side: int, mode: str, align_corners: bool, merge: 
 def _same(how: Any, sample: Grid) -> bool:
     (vision_utils, *options), (t, h, w) = how, sample
     grid = (t, h * options[-1], w * options[-1])
-    pairs = zip(_by_axis(vision_utils, grid, *options), _public(vision_utils, grid, *options), strict=True)
-    return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
+    return all(map(identical, _by_axis(vision_utils, grid, *options), _public(vision_utils, grid, *options)))

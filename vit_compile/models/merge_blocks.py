@@ -9,12 +9,13 @@ Shapes: h and w patches of an image, m side of a merge block, P values of a patc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 
-S = TypeVar("S")
+from vit_compile.models.agreement import agreed, identical
+
 Grid = tuple[int, int, int]
 """Patches along time, height and width; a still image has one along time."""
 
@@ -109,24 +110,10 @@ def _numbers(size: int, merge: int) -> tuple[torch.Tensor, ...]:
     return kept((size, merge), make)
 
 
-_agreed: dict[Any, bool] = {}
-
-
-def agreed(key: Hashable, same: Callable[[S], bool], samples: Iterable[S]) -> bool:
-    """Does a quick way give the `same` as the one it stands for, on all samples? Remembered under `key` once it is known."""
-    if key not in _agreed:
-        try:
-            _agreed[key] = all(map(same, samples))
-        except Exception:  # what it is compared with may be gone, or the caller has set a mode
-            return False
-    return _agreed[key]
-
-
 def _agree(vision_utils: Any, merge: int) -> bool:
     return agreed((vision_utils, merge), functools.partial(_same, vision_utils, merge), _SAMPLES)
 
 
 def _same(vision_utils: Any, merge: int, sample: Sequence[Grid]) -> bool:
     grids = [(t, h * merge, w * merge) for t, h, w in sample]
-    one, other = _quick(grids, merge), _public(vision_utils, grids, merge)
-    return one.dtype == other.dtype and torch.equal(one, other)
+    return identical(_quick(grids, merge), _public(vision_utils, grids, merge))

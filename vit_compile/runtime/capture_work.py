@@ -34,49 +34,49 @@ class CaptureWork:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._model, self._declaration, self._ladders, self._config = model, declaration, ladders, config
-        self._device, self._dtype = device, dtype
+        self.model, self.declaration, self.ladders, self.config = model, declaration, ladders, config
+        self.device, self.dtype = device, dtype
 
     def keys(self) -> list[GraphKey]:
         """Graphs that some batch can reach, path by path, largest first."""
-        reachable = self._declaration.is_reachable
-        room = (self._ladders.max_items, self._ladders.max_frames)
+        reachable = self.declaration.is_reachable
+        room = (self.ladders.max_items, self.ladders.max_frames)
         return [
             GraphKey(path, budget, axes)
-            for path in self._declaration.paths
-            for budget in sorted(self._ladders.paths[path], reverse=True)
+            for path in self.declaration.paths
+            for budget in sorted(self.ladders.paths[path], reverse=True)
             if budget > 0
-            for axes in product(*self._declaration.capture_axes)
+            for axes in product(*self.declaration.capture_axes)
             if reachable is None or reachable(path, budget, axes, *room)
         ]
 
     def inputs(self, key: GraphKey) -> EncoderCudaGraphCaptureInputs:
         """Buffers of a graph."""
-        made = self._model.prepare_encoder_cudagraph_capture_inputs(
+        made = self.model.prepare_encoder_cudagraph_capture_inputs(
             key.token_budget,
-            self._ladders.max_items,
-            self._ladders.max_frames,
-            self._device,
-            self._dtype,
+            self.ladders.max_items,
+            self.ladders.max_frames,
+            self.device,
+            self.dtype,
             key.path,
             key.axis_keys,
         )
-        if not isinstance(self._model, SupportsDirectFill):
-            keys = self._declaration.path_buffer_keys(key.path)
-            made.state = GenericBuffers(made.values, keys, self._declaration.padding_logics)
+        if not isinstance(self.model, SupportsDirectFill):
+            keys = self.declaration.path_buffer_keys(key.path)
+            made.state = GenericBuffers(made.values, keys, self.declaration.padding_logics)
             made.nbytes = made.nbytes or sum(made.values[name].nbytes for name in keys)
         return made
 
     def time(self, graphs: GraphSet, modules: Sequence[nn.Module]) -> dict[str, EagerCost]:
         """Time the graphs, and eager runs by path, as far as no times were loaded for an encoder like this one."""
-        room = (self._ladders.max_items, self._ladders.max_frames)
-        name = known_costs.fingerprint(modules, self._config, self._device, self._dtype, room)
+        room = (self.ladders.max_items, self.ladders.max_frames)
+        name = known_costs.fingerprint(modules, self.config, self.device, self.dtype, room)
         known = known_costs.loaded(name)
         graphs.time_graphs(known.graphs)
         eager: dict[str, EagerCost] = {}
         if graphs.recorder is not None:  # elsewhere a replay saves nothing, so eager is no rival
-            eager = {path: EagerCost(*cost) for path, cost in known.eager.items() if path in self._declaration.paths}
-            eager |= self._time_eager(graphs, [path for path in self._declaration.paths if path not in eager])
+            eager = {path: EagerCost(*cost) for path, cost in known.eager.items() if path in self.declaration.paths}
+            eager |= self._time_eager(graphs, [path for path in self.declaration.paths if path not in eager])
         times = {graph.label: graph.time for graph in graphs.graphs.values() if graph.time is not None}
         lines = {path: (cost.fixed_ms, cost.ms_per_token, cost.least_ms, cost.ms_per_square) for path, cost in eager.items()}
         known_costs.note(name, known_costs.Costs(times, lines))
@@ -96,7 +96,7 @@ class CaptureWork:
                 (
                     graph.key.token_budget,
                     least_ms(
-                        partial(self._model.encoder_cudagraph_forward, graph.inputs.values, path), self._device, TIMED_EAGER_RUNS
+                        partial(self.model.encoder_cudagraph_forward, graph.inputs.values, path), self.device, TIMED_EAGER_RUNS
                     ),
                 )
                 for graph in (captured[0], captured[-1])

@@ -10,14 +10,11 @@ import torch
 from vit_compile.attention.choice import KernelChoices
 from vit_compile.backend.cuda import seconds_captured
 from vit_compile.runtime.capture_work import CaptureWork
-from vit_compile.runtime.config import EncoderConfig
 from vit_compile.runtime.forward import compiled_forward, eager_forward
-from vit_compile.runtime.graph_config import EncoderCudaGraphConfig
 from vit_compile.runtime.graphs import GraphKey, GraphSet
-from vit_compile.runtime.ladders import Ladders
 from vit_compile.runtime.phases import TIMING
 from vit_compile.runtime.planner import EagerCost, Planner
-from vit_compile.runtime.protocol import SupportsDirectFill, SupportsEncoderCudaGraph
+from vit_compile.runtime.protocol import SupportsDirectFill
 from vit_compile.runtime.statistics import EncoderStatistics
 from vit_compile.runtime.weights import WeightWatch, modules_of, settings_of, tensors_of, train_mode
 from vit_compile.stats import Skip, counters, logger, report_skip
@@ -33,19 +30,10 @@ _MAY_PASS = {"capture-failed", "out-of-memory"}
 class CapturedEncoder:
     """Every method runs under the manager's lock and on its device."""
 
-    def __init__(
-        self,
-        model: SupportsEncoderCudaGraph,
-        declaration: EncoderCudaGraphConfig,
-        ladders: Ladders,
-        config: EncoderConfig,
-        statistics: EncoderStatistics,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.model, self.declaration, self.ladders, self.config = model, declaration, ladders, config
+    def __init__(self, work: CaptureWork, statistics: EncoderStatistics) -> None:
+        model, declaration, config, device = work.model, work.declaration, work.config, work.device
+        self.work, self.model, self.declaration, self.config = work, model, declaration, config
         self._statistics = statistics
-        self.work = CaptureWork(model, declaration, ladders, config, device, dtype)
         if config.mode == "compiled":
             forward = compiled_forward(model, frozenset(declaration.buffer_keys), config.compiler, config.passes)
         else:
@@ -132,7 +120,7 @@ class CapturedEncoder:
         """A planner for the graphs that there are."""
         return Planner(
             self.declaration,
-            self.ladders,
+            self.work.ladders,
             {key: graph.time for key, graph in self.set.graphs.items()},
             self.set.skips,
             by_cost=self.config.packing == "cost",

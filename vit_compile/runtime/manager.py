@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from vit_compile.errors import InputError, ModalityError, OptionError, ProtocolError
 from vit_compile.runtime.capture_inputs import BudgetGraphMetadata
+from vit_compile.runtime.capture_work import CaptureWork
 from vit_compile.runtime.captured import CapturedEncoder
 from vit_compile.runtime.config import EncoderConfig
 from vit_compile.runtime.data_parallel import DataParallel
@@ -76,9 +77,8 @@ class EncoderCudaGraphManager:
         self._direct = self.model if isinstance(self.model, SupportsDirectFill) else None
         self._lock = threading.RLock()
         self._statistics = EncoderStatistics(self.config.log_every)
-        self._captured = CapturedEncoder(
-            self.model, self.declaration, self.ladders, self.config, self._statistics, self.device, dtype
-        )
+        work = CaptureWork(self.model, self.declaration, self.ladders, self.config, self.device, dtype)
+        self._captured = CapturedEncoder(work, self._statistics)
         may_borrow = self.config.outputs == "borrow" and group is None
         self._server = GraphServer(self._captured, self._statistics, may_borrow=may_borrow)
         self._parallel: DataParallel | None = None

@@ -7,16 +7,14 @@ too, and one whose product somebody else reads.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from vit_compile import _torch_compat as compat
 from vit_compile.backend.passes import linear_activation as operation
+from vit_compile.backend.passes.linear_calls import LINEAR, linear_arguments, operands
 from vit_compile.backend.passes.values import layout
 
-LINEAR = {torch.nn.functional.linear, torch.ops.aten.linear.default}
 _GELU = {torch.nn.functional.gelu, torch.ops.aten.gelu.default}
 _RELU = {torch.nn.functional.relu, torch.relu, torch.ops.aten.relu.default}
 
@@ -43,26 +41,11 @@ def _activation(node: fx.Node) -> str | None:
     return "gelu_tanh" if node.target in _GELU and approximate == "tanh" else None
 
 
-def linear_arguments(node: fx.Node) -> tuple[Any, Any, Any]:
-    """Input, weight and bias of a linear call."""
-    given = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
-    return given.get("input"), given.get("weight"), given.get("bias")
-
-
 def _applies(linear: fx.Node) -> bool:
     if linear.op != "call_function" or linear.target not in LINEAR or len(linear.users) != 1:
         return False
-    arguments = linear_arguments(linear)
-    if not all(isinstance(argument, fx.Node) for argument in arguments):
-        return False
-    values = [node.meta.get("example_value") for node in (*arguments, linear)]
-    # Other tensor subclasses (quantised weights) compute in their own way.
-    tensors = [value for value in values if isinstance(value, compat.FakeTensor)]
-    if len(tensors) < len(values):
-        return False
-    x, weight = tensors[:2]
-    # Under autocast the product has another dtype than what goes in.
-    return x.dim() >= 2 and weight.dim() == 2 and x.is_floating_point() and len({value.dtype for value in tensors}) == 1
+    tensors, (_, _, bias) = operands(linear), linear_arguments(linear)
+    return tensors is not None and bias is not None and tensors[0].is_floating_point()
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node) -> int:

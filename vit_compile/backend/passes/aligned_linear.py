@@ -21,8 +21,8 @@ from torch import fx
 
 from vit_compile import _torch_compat as compat
 from vit_compile.backend.passes import linear_activation
-from vit_compile.backend.passes.activation_epilogue import LINEAR, linear_arguments
 from vit_compile.backend.passes.builder import Builder
+from vit_compile.backend.passes.linear_calls import LINEAR, linear_arguments, operands
 from vit_compile.backend.passes.values import layout
 
 _BYTES = 16
@@ -46,16 +46,11 @@ class AlignedLinear:
     def _applies(self, node: fx.Node) -> bool:
         if node.op != "call_function" or (node.target not in LINEAR and node.target is not _EPILOGUE):
             return False
-        given = [argument for argument in linear_arguments(node) if argument is not None]
-        if not all(isinstance(argument, fx.Node) for argument in given):
-            return False
-        values = [each.meta.get("example_value") for each in (*given, node)]
-        # Other tensor subclasses (quantised weights) compute in their own way.
-        tensors = [value for value in values if isinstance(value, compat.FakeTensor)]
-        if len(tensors) < len(values) or len({value.dtype for value in tensors}) > 1:
+        tensors = operands(node)
+        if tensors is None:
             return False
         x, weight = tensors[:2]
-        if x.dtype not in _HALF or x.device.type not in self._device_types or x.dim() < 2 or weight.dim() != 2:
+        if x.dtype not in _HALF or x.device.type not in self._device_types:
             return False
         static = all(isinstance(side, int) and side for side in weight.shape)
         # A bias may be broadcast: one number, or one for all.
