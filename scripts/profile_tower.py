@@ -1,6 +1,7 @@
 """Where the time of one call goes: kernels of a replay, gaps, and each step on the host.
 
     python scripts/profile_tower.py --tower qwen3-vl-8b --cases 1x224,1x1024,8x448
+    python scripts/profile_tower.py --tower dinov2-s --cases 1x224,16x224
     python scripts/profile_tower.py --small --device cpu --compiler eager                      a try without a GPU
 
 For each case: wall time, back to back, the sum of kernel times (torch's profiler, with the largest), and the time of the steps of
@@ -24,14 +25,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from vit_compile.models.accelerate import encoder_for
+from vit_compile.models.accelerate import accelerate, encoder_for
 from vit_compile.options import DEFAULT_PASSES, PASS_NAMES
 from vit_compile.runtime import batches, graphs, manager, planner, table_buffers, weights
 from vit_compile.tools.bench import towers
 from vit_compile.tools.bench.peers_graphs import synchronize
 
 RUNS = 40
-PASSES = {"default": DEFAULT_PASSES, "aligned": (*DEFAULT_PASSES, "aligned_linear"), "all": PASS_NAMES, "none": ()}
+PASSES = {
+    "default": DEFAULT_PASSES,
+    "all": PASS_NAMES,
+    "none": (),
+    **{f"without-{name}": tuple(other for other in DEFAULT_PASSES if other != name) for name in DEFAULT_PASSES},
+}
 STEPS: dict[str, tuple[Any, str]] = {
     "parse the request": (manager.EncoderCudaGraphManager, "_parsed"),
     "plan": (planner.Planner, "plan"),
@@ -100,18 +106,33 @@ def kernels_ms(call: Callable[[], Any], runs: int = 3) -> dict[str, tuple[float,
     return {event.key[:90]: (event.device_time_total / runs / 1e3, event.count // runs) for event in events}
 
 
-def request(tower: Any, count: int, side: int, device: torch.device) -> dict[str, Any]:
-    """Equal images for a packed tower, their side rounded down to whole merge blocks."""
+def request(tower: Any, count: int, side: int, device: torch.device) -> tuple[Any, int]:
+    """Equal images, their side rounded down to whole merge blocks, and their output tokens."""
     step = tower.geometry.patch_size * tower.geometry.merge_size
-    patches = max(1, side // step) * tower.geometry.merge_size
+    blocks = max(1, side // step)
+    patches = blocks * tower.geometry.merge_size
+    tokens = count * tower.tokens((1, patches, patches))
+    if tower.kind == "dense":
+        return torch.randn(count, 3, blocks * step, blocks * step, device=device, dtype=torch.bfloat16), tokens
     pixels = torch.randn(count * patches**2, tower.row_width, device=device, dtype=torch.bfloat16)
-    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, patches, patches]] * count)}
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, patches, patches]] * count)}, tokens
+
+
+def served(tower: Any, options: dict[str, Any]) -> tuple[Any, Callable[[Any], Any], Callable[[], None]]:
+    """The captured manager, what takes a request, and how to end it."""
+    if tower.kind == "dense":
+        handle = accelerate(tower.module, capture="explicit", **options)
+        handle.capture()
+        return handle.manager, handle.encode, handle.close
+    encoder = encoder_for(tower.module, **options)
+    encoder.capture()
+    return encoder, encoder.execute, encoder.clear
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tower", default="qwen3-vl-8b", help="a packed one of vit-compile bench")
+    parser.add_argument("--tower", default="qwen3-vl-8b", help="one of vit-compile bench")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--cases", default="1x224,1x448,1x1024,8x448,20x336", help="COUNTxSIDE")
     parser.add_argument("--passes", nargs="*", default=["default"], choices=PASSES)
@@ -128,22 +149,18 @@ def main() -> None:
     )
     sizes = [tuple(map(int, case.split("x"))) for case in arguments.cases.split(",")]
     requests = {f"{count} x {side}": request(tower, count, side, device) for count, side in sizes}
-    merge = tower.geometry.merge_size**2
-    budgets = tuple(sorted({len(made["pixel_values"]) // merge for made in requests.values()}))
-    most = max(count for count, _ in sizes)
+    budgets = tuple(sorted({tokens for _, tokens in requests.values()}))
+    sizing = {"token_budgets": budgets, "max_items_per_batch": max(count for count, _ in sizes), "attention": arguments.attention}
     for name in arguments.passes:
         started = time.perf_counter()
         options = {"mode": "eager"} if arguments.mode == "eager" else {"passes": PASSES[name], "compiler": arguments.compiler}
         with torch.inference_mode():
-            encoder = encoder_for(
-                tower.module, token_budgets=budgets, max_items_per_batch=most, attention=arguments.attention, **options
-            )
-            encoder.capture()
+            encoder, serve, end = served(tower, {**sizing, **options})
             print(
                 f"passes {name}: set-up {time.perf_counter() - started:.1f} s, {encoder.snapshot()['phase_seconds']}", flush=True
             )
-            for case, made in requests.items():
-                call = partial(encoder.execute, made)
+            for case, (made, _) in requests.items():
+                call = partial(serve, made)
                 for _ in range(5):
                     call()
                 row = {"passes": name, "case": case, **walls(call, device), "steps": steps_ms(call, device)}
@@ -162,7 +179,7 @@ def main() -> None:
             if arguments.out:
                 snapshot = {"passes": name, "attention": encoder.snapshot()["attention"]}
                 rows.append(json.loads(json.dumps(snapshot, default=str)))
-            encoder.clear()
+            end()
     if arguments.out:
         arguments.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

@@ -18,7 +18,7 @@ from vit_compile.attention.problem import DENSE, VARLEN, Problem, varlen_problem
 from vit_compile.attention.varlen import varlen_attention
 from vit_compile.backend.cuda import seconds_captured
 from vit_compile.backend.passes.linear_activation import linear_activation
-from vit_compile.options import DEFAULT_PASSES, PASS_NAMES
+from vit_compile.options import PASS_NAMES
 from vit_compile.runtime import known_costs
 
 CUDA = torch.device("cuda")
@@ -282,8 +282,8 @@ def test_odd_widths_become_whole_vectors() -> None:
     """All three layers of every MLP are padded, features are the tower's, with padding and company, and follow a weight that is
     written to in place."""
     vit_compile.counters.reset()
-    dtype, passes = torch.bfloat16, (*DEFAULT_PASSES, "aligned_linear")
-    manager, table, twin = managed(towers.odd_qwen2_5_vl, dtype, mode="compiled", passes=passes)
+    dtype = torch.bfloat16
+    manager, table, twin = managed(towers.odd_qwen2_5_vl, dtype, mode="compiled")
     with manager:
         assert vit_compile.counters.pass_sites["aligned_linear"] == 3 * len(twin.blocks)
         for _ in range(2):
