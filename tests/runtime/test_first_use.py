@@ -148,6 +148,7 @@ def test_what_cannot_run_eagerly_is_trusted(caplog: pytest.LogCaptureFixture) ->
 def test_items_behind_a_refusal_in_the_same_call_run_alone() -> None:
     """The first of three batches refuses the graph: the items of the others see nobody either."""
     table = odd("neighbours")
+    table.segment_capacities = (1,)
     grids: list[toys.Grid] = [(1, 4, 4)] * 6
     manager = captured(table, token_budgets=(8,), max_items_per_batch=2, packing="greedy")
     for _ in range(2):
@@ -230,7 +231,7 @@ def test_a_trial_with_one_example_leaves_company_to_be_shown() -> None:
         def example_key(self, tokens: int) -> Any:
             return (1, 2, 2 * tokens) if tokens >= 4 else None
 
-    table = OneExample(packed_table().tower)
+    table = OneExample(packed_table().tower, segment_capacities=(1, 16))
     table.kind = "neighbours"
     manager = captured(table, token_budgets=(8,), max_items_per_batch=4, packing="greedy")
     assert {graph.key.axis_keys: graph.unseen for graph in manager._captured.set.graphs.values()} == {

@@ -58,7 +58,7 @@ def test_a_config_is_a_config(config: Any) -> None:
 @pytest.mark.parametrize("most", [1, 2, 5, 999])
 def test_the_number_of_graphs_is_at_most_the_limit(most: int) -> None:
     """What `capture()` will try is what it makes."""
-    made = manager(packed_table(), max_graphs=most, **GREEDY)
+    made = manager(packed_table(segment_capacities=(1, 16, 64)), max_graphs=most, **GREEDY)
     expected = made.get_num_graphs_to_capture()
     assert expected == min(most, 10)
     made.capture()
@@ -347,7 +347,7 @@ def test_clear_in_the_middle_of_a_call(method: str, recapture: bool) -> None:
             self.act("forward")  # behind it: a capture writes into the buffers
             return features
 
-    table = Clearing(packed_table().tower)
+    table = Clearing(packed_table().tower, segment_capacities=(1,))
     made = captured(table, token_budgets=(16,), **GREEDY)
     request = packed_request([(1, 6, 8), (1, 8, 8), (1, 6, 10), (1, 10, 10)])
     for _ in range(3):

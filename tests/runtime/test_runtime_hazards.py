@@ -490,6 +490,7 @@ def test_hazard_16_rows_follow_the_budget(table: toys.PackedTable) -> None:
 
 def test_hazard_17_tight_boundaries(table: toys.PackedTable) -> None:
     """A batch takes the graph with the tightest room for its segments, not the loosest."""
+    table.segment_capacities = (1, 16)
     manager = toys.captured(table, token_budgets=(32,), max_items_per_batch=8, max_frames_per_batch=32, **GREEDY)
     for images, clips, room in (
         ([(1, 4, 4)], [], 1),

@@ -117,7 +117,7 @@ def test_the_declaration_of_a_packed_table() -> None:
     assert found.modalities == ("image", "video")
     assert found.buffer_keys == found.path_buffer_keys(DEFAULT_PATH) == ("pixels", "positions", "cu_seqlens")
     assert (found.out_hidden_size, found.max_frames_per_video, found.refusal) == (8, 4, None)
-    assert found.capture_axes == ((1, 16, 64, 0),)
+    assert found.capture_axes == ((64, 0),)
     assert encoder(packed_table()).get_encoder_cudagraph_budget_range() == (4, 64)
 
 

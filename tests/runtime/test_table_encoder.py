@@ -619,7 +619,7 @@ def test_paths_without_boundaries_have_no_tight_graphs() -> None:
 )
 def test_small_limits_still_replay(options: dict[str, Any], graphs: list[Any], items: int) -> None:
     """Where a batch may have no more items than a tight graph has room for, that graph is captured and used."""
-    table = packed_table()
+    table = packed_table(segment_capacities=(1, 16))
     made = captured(table, token_budgets=(16,), packing="greedy", **options)
     assert [key.axis_keys for key in made._captured.set.graphs] == graphs
     request = packed_request([(1, 2, 4)] * items)

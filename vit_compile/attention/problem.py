@@ -11,6 +11,9 @@ import torch
 VARLEN, DENSE = "varlen", "dense"
 WIDE = "wide"
 PARTLY_FULL = 0.85
+SHORT = 400
+"""Rows of an image of 320 x 320 pixels in patches of 16. Segments are rarely shorter on average, so that a kernel that is fast
+with still shorter ones is no better for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,8 @@ def dense_problem(q: torch.Tensor, k: torch.Tensor, *, causal: bool) -> Problem:
 
 
 def layouts(problem: Problem) -> tuple[list[int], ...]:
-    """Boundaries to time a varlen problem with: as few segments as its bound allows, as many as it has room for, and a number
-    between (the geometric mean).
+    """Boundaries to time a varlen problem with: as few segments as its bound allows, as many of `SHORT` rows as it has room for,
+    and a number between (the geometric mean).
 
     With room for one: a full one, and one of `PARTLY_FULL` of the rows, since some kernels compute the padding and some do not.
     Which of these a replay meets is not known at capture; a kernel is chosen by all.
@@ -77,7 +80,8 @@ def layouts(problem: Problem) -> tuple[list[int], ...]:
     if room == 1:
         full = min(rows, problem.max_seqlen)
         return [0, full], [0, max(1, int(full * PARTLY_FULL))]
-    fewest, most = min(room, max(1, math.ceil(rows / max(1, problem.max_seqlen)))), min(room, rows)
+    fewest = min(room, max(1, math.ceil(rows / max(1, problem.max_seqlen))))
+    most = max(fewest, min(room, rows // SHORT))
     counts = (fewest, max(fewest, round(math.sqrt(fewest * most))), most)
     return tuple(_even(min(rows, parts * problem.max_seqlen), parts, room) for parts in dict.fromkeys(counts))
 

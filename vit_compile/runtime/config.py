@@ -31,10 +31,11 @@ PACKINGS = ("cost", "greedy")
 MODES = ("compiled", "eager")
 DEFAULT_COMPILER = "inductor"
 DEFAULT_MAX_GRAPHS = 128
-SEGMENT_CAPACITIES = (1, 16, 64)
-"""One, which has kernels of its own, few, and some. Empty slots cost the project's kernel little, but not nothing: 8 segments of
-784 rows take 110 us in 8 slots, 130 us in 640 (H200, 16 heads of 72). FlashAttention-2, which serves where Triton does not run,
-pays more: 154 and 772 us with the bound that such graphs have (docs/benchmarks/attention-kernels.json)."""
+SEGMENT_CAPACITIES = (64,)
+"""As many as the project's kernel for Hopper takes, and more than most batches of images have; clips go on to the graphs for all
+segments. With that kernel tighter ones gained nothing, and every capacity costs start-up 0.8 s for each budget
+(docs/design/0009-speed.md). Empty slots cost FlashAttention-2, which serves where Triton does not run, more: 8 segments of 784 rows
+take it 154 us in 8 slots and 772 in 640 (docs/benchmarks/attention-kernels.json)."""
 
 _CHOICES = {"packing": PACKINGS, "mode": MODES, "compiler": COMPILERS, "outputs": OUTPUTS, "attention": ATTENTION_KERNELS}
 _FLAGS = ("isolate", "look_ahead", "enabled", "verify", "strict")
