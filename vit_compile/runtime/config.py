@@ -32,10 +32,10 @@ MODES = ("compiled", "eager")
 DEFAULT_COMPILER = "inductor"
 DEFAULT_MAX_GRAPHS = 128
 SEGMENT_CAPACITIES = (64,)
-"""As many as the project's kernel for Hopper takes, and more than most batches of images have; clips go on to the graphs for all
-segments. With that kernel tighter ones gained nothing, and each costs start-up 0.8 s for every budget (docs/design/0009-speed.md).
-Empty slots cost FlashAttention-2, which serves where Triton does not run, more: 8 segments of 784 rows take it 154 us in 8 slots and
-772 in 640 (docs/benchmarks/attention-kernels.json)."""
+"""As many as the project's kernel for Hopper takes, and more than most batches of images have; clips go on to the graphs for
+all segments. With that kernel tighter ones gained nothing, and each costs start-up 0.8 s for every budget
+(docs/design/0009-speed.md). Empty slots cost FlashAttention-2, which serves where Triton does not run, more: 8 segments of 784
+rows take it 154 us in 8 slots and 772 in 640 (docs/benchmarks/attention-kernels.json)."""
 
 _CHOICES = {"packing": PACKINGS, "mode": MODES, "compiler": COMPILERS, "outputs": OUTPUTS, "attention": ATTENTION_KERNELS}
 _FLAGS = ("isolate", "look_ahead", "enabled", "verify", "strict")
