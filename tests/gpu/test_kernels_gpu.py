@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -356,20 +357,33 @@ def test_the_epilogue_is_one_kernel_in_a_tower() -> None:
 
 @pytest.mark.default_attention
 def test_a_saved_cache_saves_the_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second encoder takes kernels and times from the file, and serves the same."""
+    """A second encoder takes kernels and times from the file, compiles no kernel of the project's own, and serves the same."""
     first, _, _ = managed(dtype=torch.bfloat16, mode="compiled", packing="cost")
     report = vit_compile.save_cache(tmp_path / "cache")
     assert report.pieces > 0
     assert report.kernels > 0
     assert report.encoders == 1
+    assert report.binaries > 0
     rows = first.snapshot()["attention"]
     first.clear()
     choice.forget()
     known_costs.forget()
-    assert vit_compile.load_cache(tmp_path / "cache").used
+    # As on another machine: an empty cache of Triton, and nothing compiled in this process.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    triton = importlib.import_module("triton")
+    for name in ("varlen_triton", "varlen_gluon", "tail_triton", "fence_triton"):
+        module = importlib.import_module(f"vit_compile.attention.{name}")
+        for kernel in (value for symbol, value in vars(module).items() if symbol.endswith("_kernel")):
+            kernel.device_caches.clear()
+    seen: dict[str, list[bool]] = {}
+    listener = lambda *, src, cache_hit, **_: seen.setdefault(src.name, []).append(cache_hit)  # noqa: E731
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
+    assert vit_compile.load_cache(tmp_path / "cache").binaries == report.binaries
     monkeypatch.setattr(choice, "measure", None)
     second, _, twin = managed(dtype=torch.bfloat16, mode="compiled", packing="cost")
     with second:
         assert second.snapshot()["attention"] == rows
+        assert seen["_attention_kernel"]
+        assert all(seen["_attention_kernel"]), "compiled, though its code was loaded"
         made = request([(1, 8, 8), (1, 4, 4)], dtype=torch.bfloat16)
         assert worst(second.execute(made), reference(twin, made)) <= TOLERANCE[torch.bfloat16]

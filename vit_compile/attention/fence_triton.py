@@ -9,6 +9,8 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
+from vit_compile.attention.machine_code import note
+
 ROWS_PER_PROGRAM = 16
 MOST_SEGMENTS = 1024
 """Boundaries are compared with every row at once; above this the plain operations are used."""
@@ -89,7 +91,7 @@ def clean(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[t
     rows, heads, dim = k.shape
     clean_k, clean_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     broken = torch.zeros(cu_seqlens.shape[0] + 1, dtype=torch.int32, device=k.device)
-    _clean_kernel[(triton.cdiv(rows, ROWS_PER_PROGRAM),)](
+    launched = _clean_kernel[(triton.cdiv(rows, ROWS_PER_PROGRAM),)](
         k,
         v,
         clean_k,
@@ -108,13 +110,14 @@ def clean(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[t
         ROWS=ROWS_PER_PROGRAM,
         BOUNDARIES=triton.next_power_of_2(cu_seqlens.shape[0]),
     )
+    note(launched)
     return clean_k, clean_v, broken
 
 
 def spoil(out: torch.Tensor, broken: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """NaN into the rows of broken segments of the contiguous `out` [T,H,D], in place."""
     rows, heads, dim = out.shape
-    _spoil_kernel[(triton.cdiv(rows, ROWS_PER_PROGRAM),)](
+    launched = _spoil_kernel[(triton.cdiv(rows, ROWS_PER_PROGRAM),)](
         out,
         broken,
         cu_seqlens,
@@ -126,4 +129,5 @@ def spoil(out: torch.Tensor, broken: torch.Tensor, cu_seqlens: torch.Tensor) -> 
         ROWS=ROWS_PER_PROGRAM,
         BOUNDARIES=triton.next_power_of_2(cu_seqlens.shape[0]),
     )
+    note(launched)
     return out

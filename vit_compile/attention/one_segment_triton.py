@@ -9,6 +9,7 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
+from vit_compile.attention.machine_code import note
 from vit_compile.attention.one_segment import EXTRA_COLUMNS, in_columns
 
 ROWS_PER_PROGRAM = 8
@@ -74,7 +75,7 @@ def without_tail(v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     rows, heads, dim = v.shape
     out = torch.empty(rows, heads, dim, dtype=v.dtype, device=v.device)
     grid = (triton.cdiv(rows, ROWS_PER_PROGRAM), triton.cdiv(heads * dim, COLUMNS_PER_PROGRAM))
-    _copy_real_kernel[grid](
+    launched = _copy_real_kernel[grid](
         v,
         out,
         cu_seqlens,
@@ -86,6 +87,7 @@ def without_tail(v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         ROWS=ROWS_PER_PROGRAM,
         COLUMNS=COLUMNS_PER_PROGRAM,
     )
+    note(launched)
     return out
 
 
@@ -98,7 +100,7 @@ def widen(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[t
     in_q, in_k = in_columns(q.dtype)
     wide_q, wide_k = (torch.empty(rows, heads, wide, dtype=x.dtype, device=x.device) for x in (q, k))
     grid = (triton.cdiv(rows, ROWS_PER_PROGRAM), triton.cdiv(heads * wide, COLUMNS_PER_PROGRAM))
-    _widen_kernel[grid](
+    launched = _widen_kernel[grid](
         q,
         k,
         wide_q,
@@ -117,4 +119,5 @@ def widen(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[t
         ROWS=ROWS_PER_PROGRAM,
         COLUMNS=COLUMNS_PER_PROGRAM,
     )
+    note(launched)
     return wide_q, wide_k

@@ -6,6 +6,8 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
+from vit_compile.attention.machine_code import note
+
 ROWS_PER_PROGRAM = 64
 ELEMENTS_PER_STORE = 2048
 
@@ -32,7 +34,7 @@ def zero_tail(out: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
     if rows == 0 or out.numel() == 0:
         return
     with torch.cuda.device(out.device):
-        _zero_tail_kernel[(triton.cdiv(rows, ROWS_PER_PROGRAM),)](
+        launched = _zero_tail_kernel[(triton.cdiv(rows, ROWS_PER_PROGRAM),)](
             out,
             cu_seqlens,
             cu_seqlens.shape[0] - 1,
@@ -41,3 +43,4 @@ def zero_tail(out: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
             ROWS=ROWS_PER_PROGRAM,
             BLOCK=ELEMENTS_PER_STORE,
         )
+        note(launched)

@@ -63,6 +63,7 @@ from vit_compile.attention.gluon_pieces import (
     tile_layout,
     weighed,
 )
+from vit_compile.attention.machine_code import note
 from vit_compile.attention.triton_kernel import LOG2_E, VECTOR, programs_for, tiles_of
 
 STAGES = gl.constexpr(2)
@@ -346,7 +347,7 @@ def attention(
     out = torch.empty(rows, heads, dim, dtype=v.dtype, device=v.device)
     described = [tile for x in (k, v) for tile in tiles_of(x, dim, KEYS.value, parts, _descriptor)]
     with torch.cuda.device(v.device) if v.is_cuda else nullcontext():
-        _attention_kernel[(programs_for(rows, segments, Q_ROWS.value), heads)](
+        launched = _attention_kernel[(programs_for(rows, segments, Q_ROWS.value), heads)](
             q,
             out,
             *described,
@@ -364,4 +365,5 @@ def attention(
             VECTOR=VECTOR,
             num_warps=4,
         )
+        note(launched)
     return out

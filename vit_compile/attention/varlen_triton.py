@@ -23,6 +23,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
+from vit_compile.attention.machine_code import note
 from vit_compile.attention.triton_kernel import LOG2_E, VECTOR, programs_for, tiles_of
 
 
@@ -213,7 +214,7 @@ def attention(
     strides = [stride // VECTOR for x in (q, k, v) for stride in x.stride()[:2]]
     described = [tile for x in (k, v) for tile in tiles_of(x, dim, keys, parts, TensorDescriptor)] if tiles else [None] * 4
     with torch.cuda.device(v.device) if v.is_cuda else nullcontext():
-        _attention_kernel[(programs_for(rows, segments, q_rows), heads)](
+        launched = _attention_kernel[(programs_for(rows, segments, q_rows), heads)](
             q,
             k,
             v,
@@ -237,4 +238,5 @@ def attention(
             num_warps=warps,
             num_stages=stages,
         )
+        note(launched)
     return out

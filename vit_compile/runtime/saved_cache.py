@@ -1,8 +1,9 @@
 """`save_cache` and `load_cache`: what a process found out at start-up, carried to another machine of the same kind.
 
-A cache is one zip file: compiled pieces as torch's compiler caches keep them, the chosen attention kernels, and the measured
-times of graphs. It holds no weights. It belongs to the software and the device that wrote it, which its manifest names: on
-anything else it is ignored, with the reason. Compiled pieces contain code that will run: load only files that you trust.
+A cache is one zip file: compiled pieces as torch's compiler caches keep them, the chosen attention kernels, the machine code of
+the project's own ones, and the measured times of graphs. It holds no weights. It belongs to the software and the device that
+wrote it, which its manifest names: on anything else it is ignored, with the reason. Compiled pieces and machine code will run:
+load only files that you trust.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from vit_compile import _torch_compat as compat
-from vit_compile.attention import choice
+from vit_compile.attention import choice, machine_code
 from vit_compile.attention.choice import Choice
 from vit_compile.attention.problem import Problem
 from vit_compile.errors import first_line
@@ -28,8 +29,9 @@ from vit_compile.runtime import known_costs
 from vit_compile.runtime.known_costs import Costs
 from vit_compile.stats import logger
 
-FORMAT = 3
+FORMAT = 4
 _MANIFEST, _KERNELS, _COSTS, _PIECES = "manifest.json", "attention.json", "costs.json", "pieces/"
+_TRITON = "triton/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,9 @@ class CacheReport:
     kernels: int = 0
     """Attention problems with a chosen kernel."""
 
+    binaries: int = 0
+    """Kernels of the project's own that need no compile."""
+
     encoders: int = 0
     """Encoders with measured times."""
 
@@ -58,7 +63,8 @@ class CacheReport:
     def __str__(self) -> str:
         if self.reason is not None:
             return f"{self.path} is not used: {self.reason}"
-        return f"{self.path}: {self.pieces} compiled pieces, {self.kernels} attention kernels, times of {self.encoders} encoders"
+        kernels = f"{self.kernels} attention kernels, machine code of {self.binaries}"
+        return f"{self.path}: {self.pieces} compiled pieces, {kernels}, times of {self.encoders} encoders"
 
 
 def save_cache(path: str | os.PathLike[str]) -> CacheReport:
@@ -78,6 +84,7 @@ def save_cache(path: str | os.PathLike[str]) -> CacheReport:
         {"device": device, "problem": problem.as_dict(), "fence_from": fence_from, **_written(chosen)}
         for (device, problem, fence_from), chosen in choice.known().items()
     ]
+    binaries = machine_code.collected()
     costs = {name: found.as_dict() for name, found in known_costs.measured().items()}
     target = Path(path)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
@@ -88,22 +95,26 @@ def save_cache(path: str | os.PathLike[str]) -> CacheReport:
             archive.writestr(_COSTS, json.dumps(costs))
             for number, piece in enumerate(pieces):
                 archive.writestr(f"{_PIECES}{number:04d}", piece)
+            for name, files in binaries.items():
+                for member, data in files.items():
+                    archive.writestr(f"{_TRITON}{name}/{member}", data)
         os.chmod(temporary, 0o666 & ~_umask())  # a temporary file is the user's alone
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    return CacheReport(str(target), None, len(pieces), len(kernels), len(costs))
+    return CacheReport(str(target), None, len(pieces), len(kernels), len(binaries), len(costs))
 
 
 def load_cache(path: str | os.PathLike[str]) -> CacheReport:
     """Take over what another process saved; call it before the first `capture()`.
 
-    Compiled pieces go to torch's own cache folder, from where the compiler takes them. A file that is missing, damaged, or from
-    other software or another kind of device changes nothing: the report says why, and so does a warning in the log.
+    Compiled pieces go to torch's own cache folder and machine code to Triton's, from where the two take them. A file that is
+    missing, damaged, or from other software or another kind of device changes nothing: the report says why, and so does a warning
+    in the log.
 
     Args:
-        path: what `save_cache` wrote, by somebody you trust: compiled pieces are code.
+        path: what `save_cache` wrote, by somebody you trust: compiled pieces and kernels are code.
     """
     name = os.fspath(path)
     try:
@@ -114,6 +125,7 @@ def load_cache(path: str | os.PathLike[str]) -> CacheReport:
             kernels = dict(_read(row) for row in json.loads(archive.read(_KERNELS)))
             costs = {key: Costs.from_dict(found) for key, found in json.loads(archive.read(_COSTS)).items()}
             pieces = [archive.read(member) for member in archive.namelist() if member.startswith(_PIECES)]
+            binaries = _machine_code(archive)
     except FileNotFoundError:
         return _unused(name, "there is no such file")
     except OSError as error:
@@ -125,7 +137,16 @@ def load_cache(path: str | os.PathLike[str]) -> CacheReport:
         logger.warning("%s: %d of %d compiled pieces cannot be read", name, len(pieces) - loaded, len(pieces))
     choice.learn(kernels)
     known_costs.load(costs)
-    return CacheReport(name, None, loaded, len(kernels), len(costs))
+    return CacheReport(name, None, loaded, len(kernels), machine_code.place(binaries), len(costs))
+
+
+def _machine_code(archive: zipfile.ZipFile) -> dict[str, machine_code.Files]:
+    found: dict[str, machine_code.Files] = {}
+    for member in archive.namelist():
+        if member.startswith(_TRITON):
+            name, _, file = member.removeprefix(_TRITON).partition("/")
+            found.setdefault(name, {})[file] = archive.read(member)
+    return found
 
 
 def _umask() -> int:
