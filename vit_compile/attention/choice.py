@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from vit_compile.attention import admission, one_segment
 from vit_compile.attention.fence import Varlen
-from vit_compile.attention.problem import VARLEN, WIDE, Problem, dense_problem, layouts, varlen_problem
+from vit_compile.attention.problem import VARLEN, WIDE, Problem, dense_problem, layouts, rest_of_layer, varlen_problem
 from vit_compile.errors import first_line
 from vit_compile.options import ATTENTION_AUTO, ATTENTION_DEFAULT
 from vit_compile.stats import Skip, report_skip
@@ -42,8 +42,9 @@ class Choice:
 
     kernel: str
     microseconds: dict[str, float] = field(default_factory=dict)
-    """Of one call, by kernel; a varlen problem is timed with several `layouts`, and this is the geometric mean: whoever is faster
-    in one by the factor by which it is slower in another is as good."""
+    """Of one call, by kernel. A varlen problem is timed with several `layouts`, and this is the geometric mean of what a layer
+    takes with each of them, less what it takes beside attention (`rest_of_layer`): whoever makes a layer faster in one layout
+    by the factor by which it makes it slower in another is as good."""
     refused: dict[str, str] = field(default_factory=dict)
     """Why other kernels could not serve it."""
 
@@ -201,7 +202,7 @@ def measure(problem: Problem, device: torch.device, timer: Timer, *, fence_from:
     """
     runs, refused = admission.candidates(problem, device, fence_from=fence_from)
     calls = _varlen_calls(problem, device) if problem.kind == VARLEN else _dense_calls(problem, device)
-    times: dict[str, float] = {}
+    found: dict[str, list[float]] = {}
     best = [math.inf] * len(calls)
     for name, run in runs.items():
         try:
@@ -213,8 +214,13 @@ def measure(problem: Problem, device: torch.device, timer: Timer, *, fence_from:
         except Exception as error:
             refused[name] = f"fails here: {type(error).__name__}: {first_line(error)}"
         else:
-            times[name] = statistics.geometric_mean([max(time, LEAST_S) for time in seconds]) * 1e6
+            found[name] = seconds
             best = list(map(min, best, seconds))
+    rest = rest_of_layer(problem) * best[0] if found and len(calls) > 1 else 0.0
+    times = {
+        name: (statistics.geometric_mean([max(time, LEAST_S) + rest for time in seconds]) - rest) * 1e6
+        for name, seconds in found.items()
+    }
     fastest = min(times, key=lambda name: times[name]) if times else ""
     return Choice(fastest, {name: round(time, 2) for name, time in times.items()}, refused)
 
