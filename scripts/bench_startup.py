@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 BUDGETS = (16, 256, 448, 640, 864, 1184, 1264, 1680, 2064, 2672, 3584, 4096)
 """A ladder fitted to requests of the trace of chat, of those in docs/benchmarks.md."""
 LIMIT_S = 300
+STARTS = ("cold", "loaded", "restarted")
+"""The first one writes what the others load, and is always made."""
 
 
 def set_up(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -58,6 +60,7 @@ def set_up(arguments: argparse.Namespace) -> dict[str, Any]:
         "phase_seconds": snapshot["phase_seconds"],
         "graphs": len(snapshot["graphs"]),
         "not_captured": len(snapshot["not_captured"]),
+        "kernels": {f"{row['shape'][0]} rows, {row['segments']} segments": row["kernel"] for row in snapshot["attention"]},
         "loaded": None if report is None else str(report).removeprefix(f"{arguments.load}: "),
     }
 
@@ -88,6 +91,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=lambda text: tuple(map(int, text.split(","))), default=BUDGETS)
     parser.add_argument("--items", type=int, default=16, help="images a batch may have")
     parser.add_argument("--capacities", type=int, nargs="*", default=None, help="default: the encoder's own")
+    parser.add_argument("--starts", nargs="*", default=STARTS, choices=STARTS, help="beside the cold one; default: all")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--load", help=argparse.SUPPRESS)
@@ -98,11 +102,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         first, second, saved = Path(folder) / "first", Path(folder) / "second", str(Path(folder) / "saved")
-        rows = [
-            start("cold", first, ["--save", saved]),
-            start("loaded", second, ["--load", saved]),
-            start("restarted", first, ["--load", saved]),
-        ]
+        how = {"cold": (first, ["--save", saved]), "loaded": (second, ["--load", saved]), "restarted": (first, ["--load", saved])}
+        rows = [start(name, *how[name]) for name in STARTS if name == "cold" or name in arguments.starts]
     if arguments.out:
         from scripts.bench_models import write_rows
 
