@@ -233,10 +233,9 @@ class GraphSet:
     @torch.no_grad()
     def _try_out(self, graph: EncoderGraph) -> Skip | None:
         """Why a graph may not be used: its forward writes into its inputs, or padding changes real rows."""
-        written = _written(graph)
-        if written is not None or not isinstance(self._model, SupportsPaddingTrial):
+        if not isinstance(self._model, SupportsPaddingTrial):
             graph.unseen = {"use", "padding", "company"}
-            return written
+            return _written(graph)
         try:
             unsafe = self._try_padding(self._model, graph)
             shown = self._model.encoder_cudagraph_trial_shows(graph.inputs.state)
@@ -257,8 +256,7 @@ class GraphSet:
         written = _written(graph)  # with data: multiplying zeros in place does not show
         if written is not None:
             return written
-        model.fill_encoder_cudagraph_trial(state, key.path, tokens, None)
-        want = graph.replay()[:real].clone()
+        want = graph.output[:real].clone()  # of that very replay, which left its inputs as they were
         alone = self._alone(model.encoder_cudagraph_trial_values(state, key.path), key.path)
         if alone is not None and (alone.shape != want.shape or not difference_over_tolerance(want, alone) <= 1):
             return Skip("padding-unsafe", f"{key}: {real} tokens differ between a padded run and one of each item alone")
