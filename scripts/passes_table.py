@@ -99,6 +99,9 @@ def main() -> None:
     from scripts.released import all_released
 
     rows = []
+    unknown = sorted(set(arguments.only or ()) - set(all_released()))
+    if unknown:
+        parser.error(f"no such models: {', '.join(unknown)}; known are {', '.join(all_released())}")
     for name in arguments.only or list(all_released()):
         rows.append(in_process(name))
         print(rows[-1], file=sys.stderr, flush=True)

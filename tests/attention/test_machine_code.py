@@ -80,13 +80,17 @@ def test_a_launch_without_code(given: Any) -> None:
 
 
 def test_entries_are_placed(entries: dict[str, dict[str, Path]]) -> None:
-    """All files of an entry, under its hash, as one group; a second time nothing is written."""
+    """All files of an entry, under its hash, as one group; a second time nothing is written, unless somebody removed a file."""
     assert machine_code.place({HASH: FILES}) == 1
     (group,) = entries.values()
     assert {name: path.read_bytes() for name, path in group.items()} == FILES
     group["_kernel.cubin"].write_bytes(b"its own")
     assert machine_code.place({HASH: FILES}) == 1
     assert group["_kernel.cubin"].read_bytes() == b"its own"
+    del group["_kernel.cubin"]
+    assert machine_code.place({HASH: FILES}) == 1
+    (group,) = entries.values()
+    assert group["_kernel.cubin"].read_bytes() == FILES["_kernel.cubin"]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +103,16 @@ def test_entries_are_placed(entries: dict[str, dict[str, Path]]) -> None:
         (HASH, {"../_kernel.json": b"{}"}),
         (HASH, {**FILES, "sub/_kernel.cubin": b""}),
         (HASH, {}),
+        (HASH, {"_kernel.json": b"{}"}),
+        (HASH, {**FILES, "_kernel.cubin": b""}),
+        (HASH, {**FILES, "_kernel.json": b"{"}),
+        (HASH, {**FILES, "_kernel.json": b"\xff"}),
+        (HASH, {**FILES, "_kernel.json": b"[]"}),
     ],
-    ids=["no hash", "short", "no description", "two", "outside", "in a folder", "empty"],
+    ids=[
+        *("no hash", "short", "no description", "two", "outside", "in a folder", "empty"),
+        *("no code", "empty code", "cut off", "no text", "no dict"),
+    ],
 )
 def test_what_is_no_entry_is_left_out(name: str, files: dict[str, bytes], entries: dict[str, Any], tmp_path: Path) -> None:
     """A damaged or made-up file reaches no path but that of an entry; the others are placed."""

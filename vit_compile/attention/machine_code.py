@@ -7,6 +7,7 @@ files, the target and all options, so that an entry is found where it fits, and 
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import re
 import threading
@@ -73,14 +74,26 @@ def place(entries: Mapping[str, Files]) -> int:
 
 
 def _placed(cache: Any, name: str, files: Files) -> bool:
-    descriptions = [file for file in files if file.endswith(_DESCRIPTION)]
-    if not _HASH.fullmatch(name) or len(descriptions) != 1 or any(Path(file).name != file for file in files):
+    description = _description(name, files)
+    if description is None:
         return False
     try:
         entry = cache.get_cache_manager(name)
-        if not entry.get_group(descriptions[0]):
-            entry.put_group(descriptions[0], {file: entry.put(data, file, binary=True) for file, data in files.items()})
+        if not set(files) <= set(entry.get_group(description) or ()):  # nothing, or what somebody removed files of
+            entry.put_group(description, {file: entry.put(data, file, binary=True) for file, data in files.items()})
     except Exception as error:  # a folder that cannot be written, or another Triton: this kernel is compiled, as it was before
         log.warning("a compiled kernel cannot be put into Triton's cache: %s: %s", type(error).__name__, error)
         return False
     return True
+
+
+def _description(name: str, files: Files) -> str | None:
+    """The file that describes a kernel, if this is an entry with code: Triton would take any, and fail when it runs it."""
+    described = [file for file in files if file.endswith(_DESCRIPTION)]
+    if not _HASH.fullmatch(name) or len(described) != 1 or any(Path(file).name != file for file in files):
+        return None
+    try:
+        is_one = isinstance(json.loads(files[described[0]]), dict)
+    except ValueError:
+        return None
+    return described[0] if is_one and all(files.values()) and len(files) > 1 else None

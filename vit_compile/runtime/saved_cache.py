@@ -29,7 +29,7 @@ from vit_compile.runtime import known_costs
 from vit_compile.runtime.known_costs import Costs
 from vit_compile.stats import logger
 
-FORMAT = 4
+FORMAT = 5
 _MANIFEST, _KERNELS, _COSTS, _PIECES = "manifest.json", "attention.json", "costs.json", "pieces/"
 _TRITON = "triton/"
 

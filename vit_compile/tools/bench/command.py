@@ -65,7 +65,8 @@ def bench(
         str | None,
         typer.Option(
             "--capacities",
-            help="Segment capacities of vit-full beside the largest, with commas, or none [1,16,64; on a CPU none].",
+            help="Segment capacities of vit-full beside the largest, with commas, or none "
+            f"[{','.join(map(str, SEGMENT_CAPACITIES))}; on a CPU none].",
             show_default=False,
         ),
     ] = None,
@@ -227,7 +228,12 @@ def _names(text: str | None) -> tuple[str, ...] | None:
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
     try:
-        return tuple(int(part) for part in (text or "").split(",") if part.strip())
+        found = tuple(int(part) for part in text.split(",") if part.strip())
+        if not found:
+            raise ValueError
+        return found
     except ValueError:
         raise OptionError(f"{option} {text!r}: expected whole numbers with commas, such as 64,256.") from None
