@@ -263,6 +263,8 @@ def test_wrong_numbers_fail_the_run(
         (("--traffic", "rush"), "rush"),
         (("--trace", "nowhere.jsonl"), "nowhere.jsonl"),
         (("--budgets", "a"), "--budgets"),
+        (("--budgets", ","), "--budgets"),
+        (("--capacities", ""), "--capacities"),
         (("--dtype", "int8"), "dtype"),
         (("--targets",), "result file"),
         (("file.json",), "--targets"),
