@@ -204,6 +204,7 @@ def test_a_gated_tower(compiler: str) -> None:
     assert float((with_pass - without).norm() / without.norm()) < 0.02
 
 
+@pytest.mark.default_passes
 def test_it_runs_in_the_backend(tmp_path: Path) -> None:
     """On by default, and named in the dump with its sites."""
     assert NAME in DEFAULT_PASSES
