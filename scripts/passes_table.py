@@ -98,11 +98,11 @@ def main() -> None:
         return
     from scripts.released import all_released
 
-    rows = []
-    unknown = sorted(set(arguments.only or ()) - set(all_released()))
+    rows, known = [], list(all_released())
+    unknown = sorted(set(arguments.only or ()) - set(known))
     if unknown:
-        parser.error(f"no such models: {', '.join(unknown)}; known are {', '.join(all_released())}")
-    for name in arguments.only or list(all_released()):
+        parser.error(f"no such models: {', '.join(unknown)}; known are {', '.join(known)}")
+    for name in arguments.only or known:
         rows.append(in_process(name))
         print(rows[-1], file=sys.stderr, flush=True)
     text = table(rows)

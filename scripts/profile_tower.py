@@ -148,12 +148,12 @@ def main() -> None:
         parser.error("--mode eager runs no passes: leave --passes out")
     if arguments.device != "cpu" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device here: try --small --device cpu --compiler eager")
+    if not re.fullmatch(r"\d+x\d+(,\d+x\d+)*", arguments.cases):
+        parser.error(f"--cases {arguments.cases!r}: expected COUNTxSIDE with commas, such as 1x224,8x448")
     device, rows = torch.device(arguments.device), []
     tower = towers.load_tower(
         arguments.tower, small=arguments.small, weights=None, model=None, device=device, dtype=torch.bfloat16
     )
-    if not re.fullmatch(r"\d+x\d+(,\d+x\d+)*", arguments.cases):
-        parser.error(f"--cases {arguments.cases!r}: expected COUNTxSIDE with commas, such as 1x224,8x448")
     sizes = [tuple(map(int, case.split("x"))) for case in arguments.cases.split(",")]
     requests = {f"{count} x {side}": request(tower, count, side, device) for count, side in sizes}
     budgets = tuple(sorted({tokens for _, tokens in requests.values()}))

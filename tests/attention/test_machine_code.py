@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +16,9 @@ FILES = {"_kernel.json": b'{"shared": 0}', "_kernel.cubin": b"\x7fELF"}
 
 
 @pytest.fixture(autouse=True)
-def nothing_launched() -> Iterator[None]:
+def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other tests launched does not count."""
-    before = dict(machine_code._launched)
-    machine_code.forget()
-    yield
-    machine_code.forget()
-    machine_code._launched.update(before)
+    monkeypatch.setattr(machine_code, "_launched", {})
 
 
 @pytest.fixture

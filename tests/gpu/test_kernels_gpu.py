@@ -379,7 +379,10 @@ def test_a_saved_cache_saves_the_measurements(tmp_path: Path, monkeypatch: pytes
     for kernel in [value for module in modules for name, value in vars(module).items() if name in ours]:
         kernel.device_caches.clear()
     seen: dict[str, list[bool]] = {}
-    listener = lambda *, src, cache_hit, **_: seen.setdefault(src.name, []).append(cache_hit)  # noqa: E731
+
+    def listener(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        seen.setdefault(src.name, []).append(cache_hit)
+
     monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
     assert vit_compile.load_cache(tmp_path / "cache").binaries == report.binaries
     monkeypatch.setattr(choice, "measure", None)

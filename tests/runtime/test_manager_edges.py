@@ -193,7 +193,7 @@ def test_an_interrupted_recapture_leaves_it_due() -> None:
 SMALL = toys.packed_request([(1, 2, 2)])
 
 
-def failing_from(table: toys.PackedTable, rows: int) -> list[int]:
+def failing_from(table: toys.PackedTable, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tower's forward raises from so many rows on, for as long as the list has an entry."""
     forward, least = table.tower.forward, [rows]
 
@@ -202,15 +202,15 @@ def failing_from(table: toys.PackedTable, rows: int) -> list[int]:
             raise RuntimeError("no such size")
         return forward(pixels, **kwargs)
 
-    table.tower.forward = fails  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(table.tower, "forward", fails)
     return least
 
 
-def test_a_strict_capture_that_raises_leaves_nothing_captured() -> None:
+def test_a_strict_capture_that_raises_leaves_nothing_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the graphs that could be captured are gone: the next `capture()` raises again, and works once the cause is gone."""
     table = packed_table()
     made = manager(table, strict=True, token_budgets=(8, 16), **GREEDY)
-    cause = failing_from(table, 4 * 16)
+    cause = failing_from(table, 4 * 16, monkeypatch)
     for _ in range(2):
         with pytest.raises(SkipError, match="no such size"):
             made.capture()
@@ -223,13 +223,13 @@ def test_a_strict_capture_that_raises_leaves_nothing_captured() -> None:
     assert {graph.token_budget for graph in made.graphs()} == {8, 16}
 
 
-def test_a_cause_that_passes() -> None:
+def test_a_cause_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """While replaced modules are captured: calls run eagerly with the reason, and the first one after it has graphs again."""
     table = packed_table()
     made = captured(table, token_budgets=(8, 16), **GREEDY)
     graphs = len(made.graphs())
     table.tower = toys.PackedTower().eval()
-    cause = failing_from(table, 4 * 8)
+    cause = failing_from(table, 4 * 8, monkeypatch)
     check(made, table, SMALL)
     assert not made.is_captured()
     assert set(made.snapshot()["miss_reasons"]) == {"capture-failed"}
@@ -241,19 +241,19 @@ def test_a_cause_that_passes() -> None:
     assert made.snapshot()["recaptures"] == 1
 
 
-def test_a_cause_that_stays() -> None:
+def test_a_cause_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """After some tries calls are not held up any more; `capture()` tries again when asked, and works once the cause is gone."""
     table = packed_table()
     made = captured(table, token_budgets=(8, 16), **GREEDY)
     graphs, inputs, tries = len(made.graphs()), made._captured.work.inputs, list[GraphKey]()
     table.tower = toys.PackedTower().eval()
-    cause = failing_from(table, 4 * 8)
+    cause = failing_from(table, 4 * 8, monkeypatch)
 
     def noted(key: GraphKey) -> EncoderCudaGraphCaptureInputs:
         tries.append(key)
         return inputs(key)
 
-    made._captured.work.inputs = noted  # type: ignore[method-assign]
+    monkeypatch.setattr(made._captured.work, "inputs", noted)
     for _ in range(RECAPTURES_TRIED_AGAIN + 3):
         check(made, table, SMALL)
     assert len(tries) == (RECAPTURES_TRIED_AGAIN + 1) * graphs

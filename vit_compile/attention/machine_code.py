@@ -41,12 +41,6 @@ def note(launched: Any) -> None:
             _launched[name] = {file: str(path) for file, path in files.items()}
 
 
-def forget() -> None:
-    """Forget what was launched."""
-    with _lock:
-        _launched.clear()
-
-
 def collected() -> dict[str, Files]:
     """The entries of all kernels that this process launched, by hash, as far as they are still in Triton's cache."""
     with _lock:

@@ -21,7 +21,6 @@ from vit_compile.stats import Skip, counters, logger, report_skip
 
 NOT_CAPTURED = Skip("not-captured", "capture() did not run since the manager was made or cleared")
 
-
 RECAPTURES_TRIED_AGAIN = 2
 """Further tries where graphs of replaced weights could not be captured for a cause that may pass. Each delays a call."""
 _MAY_PASS = {"capture-failed", "out-of-memory"}

@@ -221,19 +221,23 @@ def _capacities(text: str | None, *, on_cpu: bool) -> tuple[int, ...]:
 def _names(text: str | None) -> tuple[str, ...] | None:
     if text is None:
         return None
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    names = _parts(text)
     if not names:
         raise OptionError(f"--peers {text!r} names no peer: leave it out for all of them.")
     return names
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
     try:
-        found = tuple(int(part) for part in text.split(",") if part.strip())
-        if not found:
-            raise ValueError
-        return found
+        found = tuple(map(int, _parts(text)))
     except ValueError:
-        raise OptionError(f"{option} {text!r}: expected whole numbers with commas, such as 64,256.") from None
+        found = ()
+    if not found:
+        raise OptionError(f"{option} {text!r}: expected whole numbers with commas, such as 64,256.")
+    return found
